@@ -1,0 +1,1 @@
+"""Sharded checkpoints: the commit protocol, exact resume, streaming consolidation to safetensors."""

@@ -1,0 +1,1 @@
+"""Rows in many formats to token batches with exact loss masks."""

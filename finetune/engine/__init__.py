@@ -1,0 +1,1 @@
+"""Where parameters, gradients and optimizer states live: devices, ranks, sharding and offload."""

@@ -1,0 +1,1 @@
+"""Post-training quantization: schemes, methods, calibration, block-by-block streaming, writers."""

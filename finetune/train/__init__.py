@@ -1,0 +1,1 @@
+"""The training loop, its loss, optimizer and schedule."""
