@@ -1,0 +1,232 @@
+"""From a recipe to its finished stages: what is done is skipped, what is unfinished goes on, what changed runs again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune import errors
+from finetune.artifact import check_files, read_manifest
+from finetune.errors import CheckpointError, FinetuneError, RecipeError, ResourceError
+from finetune.files import write_json, write_text
+from finetune.fingerprint import Fingerprints, changes
+from finetune.recipe import LoadedRecipe, Stage, check_files_exist
+from finetune.processes import run_lock
+from finetune.worker import ERROR_VARIABLE, STARTED_NAME, begin_stage
+
+State = Literal["done", "new", "unfinished", "changed", "damaged"]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    stage: Stage
+    state: State
+    """done: nothing to do; new: never begun; unfinished: goes on; changed: was made with other settings; damaged."""
+    fingerprint: str
+    deciding: dict[str, Any]
+    parents: dict[str, str]
+    differences: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        return self.state != "done"
+
+
+def plan_stages(loaded: LoadedRecipe) -> list[PlannedStage]:
+    """What each stage's folder holds, compared with what the recipe asks for. Reads files, loads no model."""
+    fingerprints = Fingerprints(loaded)
+    planned: list[PlannedStage] = []
+    for stage in loaded.stages:
+        deciding, parents = fingerprints.deciding(stage), fingerprints.parents_content(stage)
+        fingerprint = fingerprints.of(stage.name)
+        state, differences = _state(loaded.run_dir / stage.folder_name, fingerprint, deciding, parents)
+        changing = [plan.stage.name for plan in planned if plan.stage.name in parents and plan.runs]
+        if state == "done" and changing:
+            state, differences = "changed", tuple(f"`{name}` runs again" for name in changing)
+        planned.append(PlannedStage(stage, state, fingerprint, deciding, parents, differences))
+    fingerprints.save()
+    return planned
+
+
+def _state(
+    folder: Path, fingerprint: str, deciding: dict[str, Any], parents: dict[str, str]
+) -> tuple[State, tuple[str, ...]]:
+    try:
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            differences = changes(manifest.settings, deciding)
+            differences += tuple(f"`{name}` changed" for name in parents if manifest.parents.get(name) != parents[name])
+            if manifest.fingerprint != fingerprint or differences:
+                return "changed", differences or ("an earlier stage changed",)
+            check_files(folder, manifest.files)
+            return "done", ()
+    except CheckpointError as error:
+        return "damaged", (f"{error.what}: {error.where}",)
+    started = folder / STARTED_NAME
+    if not started.is_file():
+        return "new", ()
+    begun = json.loads(started.read_text(encoding="utf-8"))
+    differences = changes(begun["deciding"], deciding)
+    if begun["fingerprint"] != fingerprint and not differences:
+        differences = ("an earlier stage changed",)
+    return "unfinished", differences
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    from_stage: str | None = None
+    until_stage: str | None = None
+    force: bool = False
+
+
+def run_recipe(loaded: LoadedRecipe, options: RunOptions, *, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run all stages that aren't done; return the summary. Raises the first FinetuneError of any stage."""
+    check_files_exist(loaded)
+    first = loaded.stage(options.from_stage, flag="--from").index if options.from_stage else 1
+    last = loaded.stage(options.until_stage, flag="--until").index if options.until_stage else len(loaded.stages)
+    if first > last:
+        raise RecipeError("`--from` comes after `--until`", where="--from, --until", fix="swap them")
+    with run_lock(loaded.run_dir):
+        planned = plan_stages(loaded)
+        for plan in planned[: first - 1]:
+            if plan.runs:
+                raise RecipeError(
+                    f"stage `{plan.stage.name}`, which comes before `--from {options.from_stage}`, is {plan.state}"
+                    + (f": {'; '.join(plan.differences)}" if plan.differences else ""),
+                    where=loaded.run_dir / plan.stage.folder_name,
+                    fix="run without --from",
+                )
+        todo = [plan for plan in planned[first - 1 : last] if plan.runs or options.force]
+        if not options.force:
+            _refuse_changed_unfinished(loaded, todo)
+        write_text(loaded.run_dir / "recipe.yaml", loaded.to_yaml())
+        if not todo:
+            say(f"nothing to do: every stage is done in {loaded.run_dir}")
+        for index in range(first - 1, last):
+            # Looked at again, since the stages before it have run by now.
+            plan = plan_stages(loaded)[index]
+            label = f"[{index + 1}/{len(loaded.stages)}] {plan.stage.name}"
+            if not plan.runs and not options.force:
+                if todo:
+                    say(f"{label}: done before")
+                continue
+            say(f"{label}: {_reason(plan, options.force)}")
+            run_stage(loaded, plan, force=options.force)
+            write_summary(loaded)
+            say(f"{label}: {describe(loaded, plan.stage)}")
+        return write_summary(loaded)
+
+
+def _refuse_changed_unfinished(loaded: LoadedRecipe, todo: list[PlannedStage]) -> None:
+    """An unfinished training that was begun otherwise isn't continued, and its checkpoints aren't thrown away unasked."""
+    for plan in todo:
+        folder = loaded.run_dir / plan.stage.folder_name
+        if plan.state == "unfinished" and plan.differences and any(folder.glob("checkpoints/step-*")):
+            raise CheckpointError(
+                f"stage `{plan.stage.name}` is unfinished and was begun with other settings:\n       "
+                + "\n       ".join(plan.differences),
+                where=folder,
+                fix=f"put them back to go on, or start the stage over: --from {plan.stage.name} --force",
+            )
+
+
+def _reason(plan: PlannedStage, force: bool) -> str:
+    if force and plan.state != "new":
+        return "runs again (--force)"
+    shown = "; ".join(plan.differences[:4]) + ("; …" if len(plan.differences) > 4 else "")
+    return {
+        "done": "runs again",
+        "new": "starts",
+        "unfinished": f"starts over ({shown})" if plan.differences else "goes on where it was",
+        "changed": f"runs again ({shown})",
+        "damaged": f"runs again ({shown})",
+    }[plan.state]
+
+
+def run_stage(loaded: LoadedRecipe, plan: PlannedStage, *, force: bool) -> None:
+    """Run one stage in a worker process of its own."""
+    folder = loaded.run_dir / plan.stage.folder_name
+    keep = plan.state == "unfinished" and not plan.differences and not force
+    begin_stage(folder, fingerprint=plan.fingerprint, deciding=plan.deciding, parents=plan.parents, keep=keep)
+    with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
+        error_file = Path(scratch) / "error.json"
+        arguments = [sys.executable, "-m", "finetune.worker", "stage", str(loaded.run_dir), plan.stage.name]
+        process = subprocess.Popen(arguments, env={**os.environ, ERROR_VARIABLE: str(error_file)})
+        try:
+            code = process.wait()
+        except BaseException:
+            # The terminal's ^C has reached the worker too: let it end by itself, but not for long.
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            raise
+        if error_file.exists():
+            raise _read_error(error_file)
+    if code == 0:
+        return
+    if code < 0:
+        raise ResourceError(
+            f"the process of stage `{plan.stage.name}` was ended by {signal.Signals(-code).name}",
+            where=folder,
+            fix="give the same command again: it goes on where it was (SIGKILL often means: out of memory)",
+        )
+    raise StageFailedError(f"stage `{plan.stage.name}` failed unexpectedly (see the traceback above)", where=folder)
+
+
+class StageFailedError(FinetuneError):
+    """A worker ended with a traceback of its own, which it has printed already."""
+
+
+def _read_error(path: Path) -> FinetuneError:
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    kind: type[FinetuneError] = getattr(errors, raw["kind"], FinetuneError)
+    return kind(raw["what"], where=raw["where"], fix=raw["fix"])
+
+
+def write_summary(loaded: LoadedRecipe) -> dict[str, Any]:
+    """Collect the finished stages' manifests in ``summary.json``."""
+    stages = []
+    for stage in loaded.stages:
+        manifest = read_manifest(loaded.run_dir / stage.folder_name)
+        if manifest is not None:
+            stages.append(
+                {
+                    "name": stage.name,
+                    "kind": stage.kind,
+                    "path": str(loaded.run_dir / stage.folder_name),
+                    "seconds": manifest.seconds,
+                    "metrics": manifest.metrics,
+                }
+            )
+    summary = {
+        "name": loaded.recipe.name,
+        "recipe_sha256": loaded.sha256(),
+        "finished": len(stages) == len(loaded.stages),
+        "seconds": round(sum(stage["seconds"] for stage in stages), 3),
+        "stages": stages,
+    }
+    write_json(loaded.run_dir / "summary.json", summary)
+    return summary
+
+
+def describe(loaded: LoadedRecipe, stage: Stage) -> str:
+    """One line on a finished stage: seconds and its headline figures."""
+    manifest = read_manifest(loaded.run_dir / stage.folder_name)
+    assert manifest is not None
+    figures = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in manifest.metrics.items()
+        if isinstance(value, int | float | str) and not isinstance(value, bool) and not key.endswith("_bytes")
+    ]
+    return f"done in {manifest.seconds:.1f} s" + (f" ({', '.join(figures[:6])})" if figures else "")
