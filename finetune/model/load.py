@@ -1,0 +1,130 @@
+"""Open a Hugging Face model folder, with errors that say what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from finetune.errors import CheckpointError, HubError, RecipeError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "README.md", "LICENSE*"]
+
+
+def resolve_model(path: str | Path) -> Path:
+    """The local folder of ``path``: a folder, or a Hub id that is fetched into the Hugging Face cache.
+
+    Raises CheckpointError for a folder without a config.json, RecipeError for a path that doesn't exist, HubError
+    when the Hub can't be reached (or HF_HUB_OFFLINE forbids it) and the cache doesn't hold the model.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                "this folder holds no config.json", where=folder, fix="give a Hugging Face model folder"
+            )
+        return folder.resolve()
+    if folder.exists() or str(path).startswith((".", "/", "~")) or not _HUB_ID.fullmatch(str(path)):
+        raise RecipeError("there is no such model folder", where=path, fix="correct the path, or give a Hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES))
+    except Exception as cause:
+        raise HubError(
+            f"`{path}` is neither a folder nor in the local cache, and the Hub didn't provide it: "
+            f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}",
+            where=path,
+            fix="correct the path; go online (unset HF_HUB_OFFLINE) and log in with `hf auth login` for a gated model",
+        ) from cause
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """Raises CheckpointError when there is no config.json or this transformers doesn't know its model type."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError("there is no config.json", where=folder, fix="give a Hugging Face model folder")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as cause:
+        raise CheckpointError(
+            f"transformers can't read the configuration: {cause}",
+            where=folder / "config.json",
+            fix="upgrade transformers for a newer model type; models that bring their own code aren't supported",
+        ) from cause
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Raises CheckpointError when the folder holds no tokenizer that transformers can open."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as cause:
+        raise CheckpointError(
+            f"transformers can't open the tokenizer: {cause}",
+            where=folder,
+            fix="copy tokenizer.json and tokenizer_config.json of the model into the folder",
+        ) from cause
+
+
+def load_model(
+    folder: Path, *, dtype: torch.dtype, device: str | torch.device, attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """The causal language model of ``folder`` on ``device``, its parameters in ``dtype``, in evaluation mode.
+
+    Raises CheckpointError when weights are missing, left over, or of another shape than the configuration says.
+    """
+    load_config(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as cause:
+        raise CheckpointError(
+            f"transformers can't load the model: {cause}", where=folder, fix="check that every weight file is whole"
+        ) from cause
+    model, info = loaded
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(str(name) for name in info.get(kind, ()))
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise CheckpointError(
+                f"{len(names)} {kind.replace('_', ' ')}: {shown}",
+                where=folder,
+                fix="the weight files and config.json must belong to one model",
+            )
+    return model.to(device).eval()
+
+
+def meta_model(
+    folder_or_config: Path | PreTrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+) -> PreTrainedModel:
+    """The model's shape: its parameters take no memory (meta device), its buffers are real, and tied names are tied.
+
+    Buffers, such as the rotary frequencies, are computed from the configuration and have no copy in the weight files:
+    they are made on the cpu, in their own precision.
+    """
+    from accelerate import init_empty_weights
+
+    config = load_config(folder_or_config) if isinstance(folder_or_config, Path) else folder_or_config
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    model.tie_weights()
+    return model.eval()

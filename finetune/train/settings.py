@@ -1,0 +1,59 @@
+"""The fields of a ``pretrain:`` or ``sft:`` stage."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from finetune.config.section import Section
+from finetune.data.settings import DatasetSettings
+
+
+class TrainSettings(Section):
+    data: list[DatasetSettings] = Field(min_length=1)
+    """What to train on, in the order given; rows are shuffled anew each epoch."""
+    max_seq_length: int = Field(1024, ge=2)
+    """Longest row, in tokens; the length of a packed row."""
+    packing: bool = True
+    """Put several documents into one row, each isolated from the others."""
+    overlong: Literal["drop", "truncate", "error", "split"] = "truncate"
+    """What to do with a row longer than ``max_seq_length``."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens of a conversation are targets."""
+    epochs: float | None = Field(1.0, gt=0)
+    """Passes over the data; ignored where ``max_steps`` is given."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Rows a process computes at once."""
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    """Micro-batches a process adds up before the optimizer steps."""
+    learning_rate: float = Field(2e-5, gt=0)
+    """Peak learning rate."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up, towards zero; constant: not at all."""
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    """Part of all steps over which the learning rate rises from zero to its peak."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled decay, on matrices only: biases and norms aren't decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient is scaled down to this norm over all parameters when it is longer."""
+    mixed_precision: Literal["bf16", "fp32"] = "bf16"
+    """What is computed in; masters and optimizer state are float32 either way."""
+    gradient_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass: less memory, about a third more time."""
+    save_every_steps: int | None = Field(None, ge=1)
+    """Steps between checkpoints; one is always written at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Checkpoints to keep; older ones are removed once a newer one is verified."""
+    eval_data: list[DatasetSettings] = Field(default_factory=list)
+    """Held-out data; its loss is taken before the first step and after the last."""
+    eval_every_steps: int | None = Field(None, ge=1)
+    """Steps between held-out losses, besides the first and the last."""
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    """Stored precision of the consolidated model."""
+    max_shard_size: str = "5GB"
+    """Size limit of one file of the consolidated model."""
