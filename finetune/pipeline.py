@@ -87,7 +87,13 @@ class RunOptions:
     force: bool = False
 
 
-def run_recipe(loaded: LoadedRecipe, options: RunOptions, *, say: Callable[[str], None]) -> dict[str, Any]:
+Start = Callable[[LoadedRecipe, "PlannedStage", bool], None]
+"""Runs one planned stage to its manifest; the last argument says whether earlier work in its folder is thrown away."""
+
+
+def run_recipe(
+    loaded: LoadedRecipe, options: RunOptions, *, say: Callable[[str], None], start: Start | None = None
+) -> dict[str, Any]:
     """Run all stages that aren't done; return the summary. Raises the first FinetuneError of any stage."""
     check_files_exist(loaded)
     first = loaded.stage(options.from_stage, flag="--from").index if options.from_stage else 1
@@ -119,7 +125,7 @@ def run_recipe(loaded: LoadedRecipe, options: RunOptions, *, say: Callable[[str]
                     say(f"{label}: done before")
                 continue
             say(f"{label}: {_reason(plan, options.force)}")
-            run_stage(loaded, plan, force=options.force)
+            (start or run_stage)(loaded, plan, options.force)
             write_summary(loaded)
             say(f"{label}: {describe(loaded, plan.stage)}")
         return write_summary(loaded)
@@ -151,7 +157,7 @@ def _reason(plan: PlannedStage, force: bool) -> str:
     }[plan.state]
 
 
-def run_stage(loaded: LoadedRecipe, plan: PlannedStage, *, force: bool) -> None:
+def run_stage(loaded: LoadedRecipe, plan: PlannedStage, force: bool) -> None:
     """Run one stage in a worker process of its own."""
     folder = loaded.run_dir / plan.stage.folder_name
     keep = plan.state == "unfinished" and not plan.differences and not force

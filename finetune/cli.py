@@ -1,0 +1,147 @@
+"""The verbs and their flags. The only place that prints an error; nothing heavy is imported before a verb runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from finetune import __version__
+from finetune.errors import FinetuneError, InterruptedRunError
+
+EXIT_CODES = """exit codes: 0 done; 2 recipe or flags; 3 data; 4 checkpoint or model folder; 5 memory, disk, devices or a lost
+process; 6 missing package; 7 Hub; 8 quality gate; 130 interrupted; 1 a bug of ours (with a traceback)"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finetune",
+        description="One recipe takes a causal language model from data to a published, quantized model.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"finetune {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def add(name: str, help_line: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=help_line, description=help_line, epilog=EXIT_CODES)
+
+    run = add("run", "Run a recipe's stages; what is done is skipped, what was killed goes on.")
+    _add_recipe_flags(run)
+    run.add_argument("--from", dest="from_stage", metavar="STAGE", help="start at this stage; those before must be done")
+    run.add_argument("--until", dest="until_stage", metavar="STAGE", help="stop after this stage")
+    run.add_argument("--force", action="store_true", help="run the chosen stages anew even where they are done")
+
+    plan = add("plan", "Validate a recipe; show its stages, what is done, and the memory and disk it will need.")
+    _add_recipe_flags(plan)
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+
+    quantize = add("quantize", "Quantize a Hugging Face model folder to int8 or int4.")
+    _add_model(quantize)
+    quantize.add_argument("--scheme", required=True, help="w4a16, w8a16 or w8a8")
+    quantize.add_argument("--method", help="gptq (the default) or rtn")
+    quantize.add_argument("--group-size", metavar="N", help="weights that share a scale (w4a16: 128)")
+    quantize.add_argument("--calibration", metavar="FILE", help="text or conversations to calibrate on (gptq needs it)")
+    quantize.add_argument("--calibration-format", metavar="FORMAT", help="its row format, where its columns don't tell")
+    quantize.add_argument("--num-samples", metavar="N", help="calibration samples")
+    quantize.add_argument("--max-seq-length", metavar="N", help="tokens of a calibration sample")
+    quantize.add_argument("--ignore", action="append", metavar="NAME", help="a layer to keep as it is (default lm_head)")
+    quantize.add_argument("--seed", type=int, default=17)
+    _add_out(quantize)
+
+    consolidate = add("consolidate", "Turn a sharded training checkpoint into a Hugging Face model folder.")
+    consolidate.add_argument("checkpoint", metavar="CHECKPOINT", help="a step-N folder, or the folder that holds them")
+    consolidate.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    consolidate.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="limit of one file (default 5GB)")
+    _add_out(consolidate)
+
+    evaluate = add("evaluate", "Measure perplexity, KL to a reference and exact match of a model.")
+    _add_model(evaluate)
+    evaluate.add_argument("--perplexity", metavar="FILE", help="a text file to take the perplexity on")
+    evaluate.add_argument("--reference", metavar="MODEL", help="another model to take the KL divergence to")
+    evaluate.add_argument("--exact-match", metavar="FILE", help="conversations whose last answer is generated and compared")
+    evaluate.add_argument("--window", metavar="N", help="tokens of a perplexity window (1024)")
+    evaluate.add_argument("--max-tokens", metavar="N", help="tokens of the file to take (all)")
+    evaluate.add_argument("--max-new-tokens", metavar="N", help="tokens to generate at most")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+
+    generate = add("generate", "Answer a prompt greedily, through the model's chat template.")
+    _add_model(generate)
+    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N")
+    generate.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
+
+    export = add("export", "Write a folder ready for the Hub: weights, tokenizer, chat template, model card.")
+    _add_model(export)
+    export.add_argument("--license", help="the licence to name in the model card")
+    export.add_argument("--base-model", metavar="ID", help="the Hub id of the model it was made from")
+    _add_out(export)
+
+    verify = add("verify", "Check a model folder and load it with plain transformers in a fresh process.")
+    verify.add_argument("directory", metavar="DIR")
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override one value of the recipe"
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder or Hub id")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; must not exist yet, or be empty")
+    parser.add_argument("--force", action="store_true", help="replace DIR where it exists")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = build_parser().parse_args(arguments)
+    # A scheduler's SIGTERM is an interruption like ^C: workers are ended, and the same command goes on later.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        from finetune import commands
+        from finetune.pipeline import StageFailedError
+
+        try:
+            code = int(getattr(commands, options.verb)(options) or 0)
+            sys.stdout.flush()
+            return code
+        except StageFailedError as error:
+            _print_error(error)
+            return 1
+    except FinetuneError as error:
+        _print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        error = InterruptedRunError("interrupted", fix="nothing is lost: the same command goes on where it was")
+        _print_error(error)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe has gone (`finetune plan … | head`): not a fault of anyone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _print_error(error: FinetuneError) -> None:
+    sys.stdout.flush()
+    print(error, file=sys.stderr)

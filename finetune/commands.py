@@ -1,0 +1,216 @@
+"""What each verb does with its flags. Standard output carries the result, standard error everything else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from finetune.config.section import Section, parse_section
+from finetune.config.source import Source
+from finetune.errors import RecipeError
+from finetune.files import replace_folder
+from finetune.worker import quiet_libraries
+
+S = TypeVar("S", bound=Section)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(options: Namespace) -> None:
+    from finetune.joined import joins_torchrun, run_joined
+    from finetune.pipeline import RunOptions, run_recipe
+    from finetune.recipe import load_recipe
+
+    quiet_libraries()
+    loaded = with_launch_defaults(load_recipe(Path(options.recipe), options.overrides))
+    run_options = RunOptions(options.from_stage, options.until_stage, options.force)
+    if joins_torchrun():
+        summary = run_joined(loaded, run_options, say=say)
+    else:
+        summary = run_recipe(loaded, run_options, say=say)
+    if summary:
+        print_summary(summary)
+
+
+def with_launch_defaults(loaded: Any) -> Any:
+    """Fill in device and num_processes where the recipe leaves them open: nothing is "auto" in the run's recipe.yaml."""
+    import dataclasses
+
+    launch = loaded.recipe.launch
+    if launch.device is None or launch.num_processes is None:
+        from finetune.engine.device import resolve_launch
+
+        loaded = dataclasses.replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": resolve_launch(launch)}))
+    return loaded
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    for stage in summary["stages"]:
+        if stage["kind"] == "evaluate":
+            from finetune.evaluate.table import format_table
+
+            print(format_table(stage["metrics"]["models"]))
+        elif stage["kind"] == "export":
+            print(f"exported: {stage['metrics'].get('folder', stage['path'])}")
+    print(f"summary: {Path(summary['stages'][0]['path']).parent / 'summary.json'}" if summary["stages"] else "")
+
+
+def plan(options: Namespace) -> None:
+    from finetune.planning import format_plan, plan_recipe
+    from finetune.recipe import load_recipe
+
+    quiet_libraries()
+    planned = plan_recipe(with_launch_defaults(load_recipe(Path(options.recipe), options.overrides)))
+    print(json.dumps(planned, indent=2) if options.json else format_plan(planned))
+
+
+def quantize(options: Namespace) -> None:
+    from finetune.quant.settings import QuantizeSettings
+
+    flags: dict[str, Any] = {"scheme": options.scheme}
+    for key in ("method", "group_size", "ignore"):
+        if getattr(options, key) is not None:
+            flags[key] = getattr(options, key)
+    if options.calibration:
+        data = {"path": options.calibration}
+        if options.calibration_format:
+            data["format"] = options.calibration_format
+        flags["calibration"] = {"data": [data]}
+        for key in ("num_samples", "max_seq_length"):
+            if getattr(options, key) is not None:
+                flags["calibration"][key] = getattr(options, key)
+    settings = parse_flags(QuantizeSettings, flags)
+    out = free_folder(options)
+    quiet_libraries()
+    from finetune.model.load import resolve_model
+    from finetune.quant.quantize import quantize_model
+
+    report = quantize_model(
+        resolve_model(options.model), settings=settings, out=out, seed=options.seed, device=device(options)
+    )
+    publish(options, out)
+    print(json.dumps({key: value for key, value in report.items() if not isinstance(value, dict | list)}, indent=2))
+
+
+def consolidate(options: Namespace) -> None:
+    from finetune.config.size import parse_size
+
+    limit = parse_size(options.max_shard_size, where="--max-shard-size")
+    out = free_folder(options)
+    quiet_libraries()
+    from finetune.checkpoint.consolidate import consolidate as consolidate_checkpoint
+
+    report = consolidate_checkpoint(
+        Path(options.checkpoint), out=out, dtype=options.dtype, max_shard_size_bytes=limit
+    )
+    publish(options, out)
+    print(json.dumps({key: value for key, value in report.items() if not isinstance(value, dict | list)}, indent=2))
+
+
+def evaluate(options: Namespace) -> None:
+    from finetune.evaluate.settings import EvaluateSettings
+
+    flags: dict[str, Any] = {}
+    for key in ("perplexity", "window", "max_tokens", "max_new_tokens"):
+        if getattr(options, key) is not None:
+            flags[key] = getattr(options, key)
+    if options.exact_match:
+        flags["exact_match"] = {"path": options.exact_match}
+    if not options.perplexity and not options.exact_match:
+        raise RecipeError("there is nothing to measure", where="evaluate", fix="give --perplexity FILE or --exact-match FILE")
+    if options.reference and not options.perplexity:
+        raise RecipeError("a KL divergence needs text", where="--reference", fix="add --perplexity FILE")
+    settings = parse_flags(EvaluateSettings, flags)
+    quiet_libraries()
+    from finetune.evaluate.run import evaluate_models
+    from finetune.evaluate.table import format_table
+    from finetune.model.load import resolve_model
+
+    models = {options.model: resolve_model(options.model)}
+    if options.reference:
+        models = {options.reference: resolve_model(options.reference), **models}
+    results = evaluate_models(models, reference=options.reference, settings=settings, device=device(options))
+    print(json.dumps(results[options.model], indent=2) if options.json else format_table(results))
+
+
+def generate(options: Namespace) -> None:
+    quiet_libraries()
+    from finetune.evaluate.generation import answer
+    from finetune.model.load import resolve_model
+
+    print(
+        answer(
+            resolve_model(options.model),
+            options.prompt,
+            max_new_tokens=options.max_new_tokens,
+            raw=options.raw,
+            device=device(options),
+        )
+    )
+
+
+def export(options: Namespace) -> None:
+    out = free_folder(options)
+    quiet_libraries()
+    from finetune.export.folder import export_model
+    from finetune.export.model_card import CardFacts
+    from finetune.export.verify import verify_folder
+    from finetune.model.load import resolve_model
+
+    folder = resolve_model(options.model)
+    card = CardFacts(name=Path(options.out).name, license=options.license, base_model=options.base_model)
+    export_model(folder, out=out, card=card)
+    verify_folder(out)
+    publish(options, out)
+    print(options.out)
+
+
+def verify(options: Namespace) -> None:
+    quiet_libraries()
+    from finetune.export.verify import verify_folder
+
+    report = verify_folder(Path(options.directory))
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return
+    for key, value in report.items():
+        print(f"{key}: {value}")
+
+
+def parse_flags(kind: type[S], flags: dict[str, Any]) -> S:
+    """A section from command-line flags; an error names the flag."""
+    source = Source(name="flags", value=flags)
+    for key, value in flags.items():
+        source.places[(key,)] = f"--{key.replace('_', '-')}"
+        if isinstance(value, dict):
+            for inner in value:
+                source.places[(key, inner)] = f"--{inner.replace('_', '-')}"
+    return parse_section(kind, source, (), flags)
+
+
+def device(options: Namespace) -> str:
+    from finetune.engine.device import choose_device
+
+    return choose_device(options.device)
+
+
+def free_folder(options: Namespace) -> Path:
+    """The folder that a verb writes to: ``--out``, or a new one beside it that replaces it at the end (``--force``)."""
+    out = Path(options.out)
+    if out.is_file():
+        raise RecipeError("--out is a file", where=out, fix="name a folder")
+    if out.is_dir() and any(out.iterdir()):
+        if not options.force:
+            raise RecipeError("the folder isn't empty", where=out, fix="name another one, or add --force to replace it")
+        return out.with_name(out.name + ".new")
+    return out
+
+
+def publish(options: Namespace, written: Path) -> None:
+    if written != Path(options.out):
+        replace_folder(written, Path(options.out))
