@@ -84,12 +84,13 @@ def _section_at(kind: type[Section], location: tuple[int | str, ...]) -> type[Se
     """The section class that validates ``location`` below ``kind``."""
     current: Any = kind
     for part in location:
+        if isinstance(part, int):
+            continue  # an item of a list: _unwrap has found the items' section already
         if isinstance(current, type) and issubclass(current, Section):
             by_key = {field.alias or name: field for name, field in current.model_fields.items()}
             if part not in by_key:
                 return None
             current = _unwrap(by_key[str(part)].annotation)
-        # An index into a list or a union's tag keeps the element type that _unwrap has found already.
     return current if isinstance(current, type) and issubclass(current, Section) else None
 
 
@@ -105,4 +106,7 @@ def _unwrap(annotation: Any) -> Any:
 
 
 def dotted(path: KeyPath) -> str:
+    """``stages.sft.learning_rate``: as ``--set`` takes it, a stage by its kind and not by its place in the list."""
+    if path[:1] == ("stages",) and len(path) > 2:
+        path = ("stages", *path[2:])
     return ".".join(str(part) for part in path)
