@@ -1,1 +1,1 @@
-"""Rows in many formats to token batches with exact loss masks."""
+"""Rows to batches: formats, the chat template's loss mask, tokens, packing, and the loader of one rank."""

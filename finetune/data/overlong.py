@@ -1,0 +1,42 @@
+"""Rows longer than ``max_seq_length``: how a document is split and a conversation is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def split_document(input_ids: np.ndarray, max_seq_length: int) -> list[np.ndarray]:
+    """Pieces of at most ``max_seq_length`` tokens. Each begins with the last token of the one before, as the context of
+    its first target, so that every token but the document's first is a target exactly once."""
+    assert max_seq_length >= 2
+    step = max_seq_length - 1
+    return [input_ids[start : start + max_seq_length] for start in range(0, len(input_ids) - 1, step)]
+
+
+def cut_conversation(
+    input_ids: np.ndarray, loss_mask: np.ndarray, header_start: int | None, max_seq_length: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Cut a rendered conversation to ``max_seq_length``; None where it can't keep a reply's header and a target.
+
+    Where the first reply begins inside the limit, the end is cut off. Otherwise the last message before it gives up its
+    end: what stays is the beginning, then the tokens from ``header_start`` (the message's end of turn and the
+    reply's header), then the reply, which gets at least half of the room that the header leaves. Nothing is added, so
+    a cut reply ends in no stop token; what follows the last target is cut off too.
+    """
+    first_target = int(np.argmax(loss_mask))
+    if not loss_mask[first_target]:
+        return None
+    if first_target < max_seq_length:
+        chosen = np.arange(max_seq_length)
+    elif header_start is None:
+        return None
+    else:
+        room = max_seq_length - (first_target - header_start)
+        if room < 1:
+            return None
+        reply_length = min(len(input_ids) - first_target, max(room - header_start, (room + 1) // 2))
+        beginning_length = min(header_start, room - reply_length)
+        chosen = np.concatenate((np.arange(beginning_length), np.arange(header_start, first_target + reply_length)))
+    last_target = int(np.flatnonzero(loss_mask[chosen])[-1])
+    chosen = chosen[: last_target + 1]
+    return input_ids[chosen], loss_mask[chosen]
