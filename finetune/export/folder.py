@@ -1,0 +1,127 @@
+"""Write a folder ready for the Hub: weights, configuration, tokenizer, generation settings, model card, no more."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from finetune import __version__
+from finetune.artifact import record_files
+from finetune.data.template import stop_token_ids
+from finetune.errors import CheckpointError, RecipeError
+from finetune.export.model_card import CardFacts, model_card
+from finetune.export.verify import RECORD_NAME, generation_stops, verify_folder
+from finetune.export.weights import weight_files
+from finetune.files import published_folder, require_free_bytes, write_json, write_text
+from finetune.model.load import load_tokenizer
+from finetune.model.probe import PROBE_NAME
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+TEMPLATE_FOLDER = "additional_chat_templates"
+LICENSE_PATTERNS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Licences ask that they travel with the model."""
+RECORD_FORMAT = 1
+
+
+def export_model(
+    model_folder: Path, *, out: Path, card: CardFacts, repo_id: str | None = None, verify: bool = True
+) -> Path:
+    """Copy a model folder to ``out``, ready for the Hub, verified in a fresh process before it appears there.
+
+    generation_config.json is completed so that plain ``generate`` stops on the chat template's turn terminator and has
+    a pad token. ``finetune.json`` holds size and sha256 of each file. Files are copied, not linked: a later change in
+    ``out`` must not reach the stage that made the model. ``out`` may hold an earlier export, which is replaced at the
+    end.
+
+    Raises RecipeError for an ``out`` that holds anything else, CheckpointError for a model that is damaged or doesn't
+    load, ResourceError when the disk is too full.
+    """
+    model_folder, out = Path(model_folder).resolve(), Path(out).resolve()
+    _require_free_place(model_folder, out)
+    if not (model_folder / "config.json").is_file():
+        raise CheckpointError("there is no config.json", where=model_folder, fix="give a Hugging Face model folder")
+    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    # Where a model was loaded from is nobody's business, and often a path of this machine.
+    config.pop("_name_or_path", None)
+    weights = weight_files(model_folder)
+    require_free_bytes(out, sum((model_folder / name).stat().st_size for name in weights))
+    tokenizer = load_tokenizer(model_folder)
+    with published_folder(out) as folder:
+        for name in [*weights, *_small_files(model_folder)]:
+            shutil.copyfile(model_folder / name, folder / name)
+        if (model_folder / TEMPLATE_FOLDER).is_dir():
+            shutil.copytree(model_folder / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)
+        write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", _generation_config(model_folder, tokenizer))
+        text = model_card(card, config=config, has_chat_template=bool(tokenizer.chat_template), repo_id=repo_id)
+        write_text(folder / "README.md", text)
+        record = {
+            "format": RECORD_FORMAT,
+            "finetune_version": __version__,
+            "files": {
+                name: {"size": entry["size"], "sha256": entry["sha256"]}
+                for name, entry in ((name, asdict(record)) for name, record in record_files(folder).items())
+            },
+        }
+        write_json(folder / RECORD_NAME, record)
+        if verify:
+            verify_folder(folder)
+    return out
+
+
+def _require_free_place(model_folder: Path, out: Path) -> None:
+    if out == model_folder or out in model_folder.parents:
+        raise RecipeError("the export would replace the model it is made from", where=out, fix="name another folder")
+    if not out.exists():
+        return
+    if not out.is_dir() or (any(out.iterdir()) and not (out / RECORD_NAME).is_file()):
+        raise RecipeError(
+            "this exists and isn't an earlier export, so it isn't replaced", where=out, fix="name a new or empty folder"
+        )
+
+
+def _small_files(folder: Path) -> list[str]:
+    """Tokenizer, template, probe and licence files that the folder has."""
+    names = [name for name in (*TOKENIZER_FILES, PROBE_NAME) if (folder / name).is_file()]
+    for pattern in LICENSE_PATTERNS:
+        names += sorted(path.name for path in folder.glob(pattern) if path.is_file())
+    return names
+
+
+def _generation_config(folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """The model's own generation_config.json, with the tokens that end a reply as ``eos_token_id``, and a pad token."""
+    path = folder / "generation_config.json"
+    settings: dict[str, Any] = {}
+    if path.is_file():
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    settings.pop("_from_model_config", None)
+    stops = list(dict.fromkeys([*stop_token_ids(tokenizer), *generation_stops(folder)]))
+    if not stops:
+        raise CheckpointError(
+            "neither tokenizer nor generation_config.json names an end-of-sequence token, so no reply would end",
+            where=folder,
+            fix="set the tokenizer's eos_token",
+        )
+    settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
+    if settings.get("pad_token_id") is None:
+        settings["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+    if settings.get("bos_token_id") is None and tokenizer.bos_token_id is not None:
+        settings["bos_token_id"] = tokenizer.bos_token_id
+    return settings
