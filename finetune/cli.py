@@ -12,8 +12,8 @@ from types import FrameType
 from finetune import __version__
 from finetune.errors import FinetuneError, InterruptedRunError
 
-EXIT_CODES = """exit codes: 0 done; 2 recipe or flags; 3 data; 4 checkpoint or model folder; 5 memory, disk, devices or a lost
-process; 6 missing package; 7 Hub; 8 quality gate; 130 interrupted; 1 a bug of ours (with a traceback)"""
+EXIT_CODES = """exit codes: 0 done; 2 recipe or flags; 3 data; 4 checkpoint or model folder; 5 memory, disk, devices or
+a lost process; 6 missing package; 7 Hub; 8 quality gate; 130 interrupted; 1 a bug of ours (with a traceback)"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,7 +31,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = add("run", "Run a recipe's stages; what is done is skipped, what was killed goes on.")
     _add_recipe_flags(run)
-    run.add_argument("--from", dest="from_stage", metavar="STAGE", help="start at this stage; those before must be done")
+    run.add_argument(
+        "--from", dest="from_stage", metavar="STAGE", help="start at this stage; those before must be done"
+    )
     run.add_argument("--until", dest="until_stage", metavar="STAGE", help="stop after this stage")
     run.add_argument("--force", action="store_true", help="run the chosen stages anew even where they are done")
 
@@ -48,7 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--calibration-format", metavar="FORMAT", help="its row format, where its columns don't tell")
     quantize.add_argument("--num-samples", metavar="N", help="calibration samples")
     quantize.add_argument("--max-seq-length", metavar="N", help="tokens of a calibration sample")
-    quantize.add_argument("--ignore", action="append", metavar="NAME", help="a layer to keep as it is (default lm_head)")
+    quantize.add_argument(
+        "--ignore", action="append", metavar="NAME", help="a layer to keep as it is (default lm_head)"
+    )
     quantize.add_argument("--seed", type=int, default=17)
     _add_out(quantize)
 
@@ -62,7 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(evaluate)
     evaluate.add_argument("--perplexity", metavar="FILE", help="a text file to take the perplexity on")
     evaluate.add_argument("--reference", metavar="MODEL", help="another model to take the KL divergence to")
-    evaluate.add_argument("--exact-match", metavar="FILE", help="conversations whose last answer is generated and compared")
+    evaluate.add_argument(
+        "--exact-match", metavar="FILE", help="conversations whose last answer is generated and compared"
+    )
     evaluate.add_argument("--window", metavar="N", help="tokens of a perplexity window (1024)")
     evaluate.add_argument("--max-tokens", metavar="N", help="tokens of the file to take (all)")
     evaluate.add_argument("--max-new-tokens", metavar="N", help="tokens to generate at most")
@@ -99,7 +105,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; must not exist yet, or be empty")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="the folder to write; must not exist yet, or be empty"
+    )
     parser.add_argument("--force", action="store_true", help="replace DIR where it exists")
 
 

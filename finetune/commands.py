@@ -29,16 +29,13 @@ def run(options: Namespace) -> None:
     quiet_libraries()
     loaded = with_launch_defaults(load_recipe(Path(options.recipe), options.overrides))
     run_options = RunOptions(options.from_stage, options.until_stage, options.force)
-    if joins_torchrun():
-        summary = run_joined(loaded, run_options, say=say)
-    else:
-        summary = run_recipe(loaded, run_options, say=say)
+    summary = (run_joined if joins_torchrun() else run_recipe)(loaded, run_options, say=say)
     if summary:
         print_summary(summary)
 
 
 def with_launch_defaults(loaded: Any) -> Any:
-    """Fill in device and num_processes where the recipe leaves them open: nothing is "auto" in the run's recipe.yaml."""
+    """Fill in device and num_processes where the recipe leaves them open: the run's recipe.yaml says what was used."""
     import dataclasses
 
     launch = loaded.recipe.launch
@@ -105,9 +102,7 @@ def consolidate(options: Namespace) -> None:
     quiet_libraries()
     from finetune.checkpoint.consolidate import consolidate as consolidate_checkpoint
 
-    report = consolidate_checkpoint(
-        Path(options.checkpoint), out=out, dtype=options.dtype, max_shard_size_bytes=limit
-    )
+    report = consolidate_checkpoint(Path(options.checkpoint), out=out, dtype=options.dtype, max_shard_size_bytes=limit)
     publish(options, out)
     print(json.dumps({key: value for key, value in report.items() if not isinstance(value, dict | list)}, indent=2))
 
@@ -122,7 +117,9 @@ def evaluate(options: Namespace) -> None:
     if options.exact_match:
         flags["exact_match"] = {"path": options.exact_match}
     if not options.perplexity and not options.exact_match:
-        raise RecipeError("there is nothing to measure", where="evaluate", fix="give --perplexity FILE or --exact-match FILE")
+        raise RecipeError(
+            "there is nothing to measure", where="evaluate", fix="give --perplexity FILE or --exact-match FILE"
+        )
     if options.reference and not options.perplexity:
         raise RecipeError("a KL divergence needs text", where="--reference", fix="add --perplexity FILE")
     settings = parse_flags(EvaluateSettings, flags)

@@ -40,7 +40,7 @@ class Fingerprints:
         return self._known[name]
 
     def deciding(self, stage: Stage) -> dict[str, Any]:
-        """Everything but the parents that decides the stage's result, as plain values that can be shown and compared."""
+        """Everything but the parents that decides the stage's result, as plain values to show and compare."""
         implementation, recipe = stage.implementation, self._loaded.recipe
         skipped = stage.settings.not_deciding
         value: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""From a recipe to its finished stages: what is done is skipped, what is unfinished goes on, what changed runs again."""
+"""From a recipe to its finished stages: the done are skipped, the unfinished go on, the changed run again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from finetune.artifact import check_files, read_manifest
 from finetune.errors import CheckpointError, FinetuneError, RecipeError, ResourceError
 from finetune.files import write_json, write_text
 from finetune.fingerprint import Fingerprints, changes
-from finetune.recipe import LoadedRecipe, Stage, check_files_exist
 from finetune.processes import run_lock
+from finetune.recipe import LoadedRecipe, Stage, check_files_exist
 from finetune.worker import ERROR_VARIABLE, STARTED_NAME, begin_stage
 
 State = Literal["done", "new", "unfinished", "changed", "damaged"]
@@ -132,7 +132,7 @@ def run_recipe(
 
 
 def _refuse_changed_unfinished(loaded: LoadedRecipe, todo: list[PlannedStage]) -> None:
-    """An unfinished training that was begun otherwise isn't continued, and its checkpoints aren't thrown away unasked."""
+    """An unfinished training begun with other settings isn't continued, nor are its checkpoints dropped unasked."""
     for plan in todo:
         folder = loaded.run_dir / plan.stage.folder_name
         if plan.state == "unfinished" and plan.differences and any(folder.glob("checkpoints/step-*")):

@@ -120,7 +120,9 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def begin_stage(folder: Path, *, fingerprint: str, deciding: dict[str, Any], parents: dict[str, str], keep: bool) -> None:
+def begin_stage(
+    folder: Path, *, fingerprint: str, deciding: dict[str, Any], parents: dict[str, str], keep: bool
+) -> None:
     """Make the stage's folder ready; what an earlier try left there stays only where ``keep``."""
     if folder.exists() and not keep:
         # The manifest goes first: a folder half removed must not look finished.
@@ -165,9 +167,7 @@ def _report(error: FinetuneError) -> None:
     if path is None:
         print(error, file=sys.stderr)
         return
-    write_json(
-        Path(path), {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}
-    )
+    write_json(Path(path), {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix})
 
 
 if __name__ == "__main__":

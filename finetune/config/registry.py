@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to objects. Every module of ``package`` is imported at the first look-up, so a new file registers itself."""
+    """Names to objects. The first look-up imports every module of ``package``, so a new file registers itself."""
 
     def __init__(self, what: str, *, package: str) -> None:
         self.what = what

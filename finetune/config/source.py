@@ -45,7 +45,9 @@ def load_yaml(path: Path) -> Source:
         mark = getattr(cause, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(cause, "problem", None) or str(cause)
-        raise RecipeError(f"this is not valid YAML: {problem}", where=f"{path}{line}", fix="correct the line") from cause
+        raise RecipeError(
+            f"this is not valid YAML: {problem}", where=f"{path}{line}", fix="correct the line"
+        ) from cause
     finally:
         loader.dispose()
 
@@ -77,7 +79,7 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath, source: 
 
 
 def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
-    """Apply ``a.b=value`` flags in place. The value is read as YAML; a stage is reached by its name, an item by its index."""
+    """Apply ``a.b=value`` flags in place. Values are read as YAML; a stage goes by its name, a list item by its index."""
     for override in overrides:
         flag = f"--set {override}"
         dotted, equals, text = override.partition("=")

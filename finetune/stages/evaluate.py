@@ -43,7 +43,5 @@ def extra_inputs(settings: EvaluateStage) -> list[str]:
 
 
 STAGES.register("evaluate")(
-    StageKind(
-        settings=EvaluateStage, run=run, yields_model=False, data_files=data_files, extra_inputs=extra_inputs
-    )
+    StageKind(settings=EvaluateStage, run=run, yields_model=False, data_files=data_files, extra_inputs=extra_inputs)
 )

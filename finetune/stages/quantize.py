@@ -29,6 +29,4 @@ def data_files(settings: QuantizeStage) -> list[str]:
     return [source.path for source in settings.calibration.data] if settings.calibration else []
 
 
-STAGES.register("quantize")(
-    StageKind(settings=QuantizeStage, run=run, yields_model=True, data_files=data_files)
-)
+STAGES.register("quantize")(StageKind(settings=QuantizeStage, run=run, yields_model=True, data_files=data_files))

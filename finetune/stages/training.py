@@ -77,9 +77,7 @@ def starting_model(context: StageContext) -> Path:
     sources: list[DatasetSettings] = context.settings.data
     if scratch.tokenizer.data:
         sources = [DatasetSettings.model_validate(source.model_dump()) for source in scratch.tokenizer.data]
-    tokenizer = train_tokenizer(
-        raw_texts(sources), vocab_size=scratch.tokenizer.vocab_size, chat_template=template
-    )
+    tokenizer = train_tokenizer(raw_texts(sources), vocab_size=scratch.tokenizer.vocab_size, chat_template=template)
     with published_folder(folder) as temporary:
         create_model(scratch.config, tokenizer, seed=context.seed, out=temporary)
     return folder
