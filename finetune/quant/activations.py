@@ -1,0 +1,124 @@
+"""Inputs of Linear layers: rounding them to int8 a token, and their second moments (the output error's Hessian)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.quant.scheme import ActivationArgs
+
+
+def fake_quantize_tokens(hidden_BSI: Tensor, activations: ActivationArgs) -> Tensor:
+    """Each token rounded to ``num_bits`` codes of its own scale and back, in the input's dtype.
+
+    The operations and their order (scale = largest magnitude over half the range, rounded to the dtype) are those of
+    compressed-tensors, so that the result has its rounding too.
+    """
+    half_range = (2**activations.num_bits - 1) / 2
+    low_BS1, high_BS1 = hidden_BSI.amin(-1, keepdim=True), hidden_BSI.amax(-1, keepdim=True)
+    scale_BS1 = torch.maximum(low_BS1.clamp_max(0).abs(), high_BS1.clamp_min(0)) / half_range
+    scale_BS1 = torch.where(scale_BS1 == 0, torch.finfo(hidden_BSI.dtype).eps, scale_BS1)
+    code_max = 2 ** (activations.num_bits - 1) - 1
+    return (hidden_BSI / scale_BS1).clamp_(-code_max - 1, code_max).round_() * scale_BS1
+
+
+@contextmanager
+def quantized_inputs(layers: Mapping[str, nn.Module], activations: ActivationArgs | None) -> Iterator[None]:
+    """Within: the inputs of ``layers`` are rounded as they will be at inference; None rounds nothing."""
+    with ExitStack() as stack:
+        if activations is not None:
+            for layer in layers.values():
+
+                def round_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+                    return (fake_quantize_tokens(args[0], activations), *args[1:])
+
+                stack.callback(layer.register_forward_pre_hook(round_input).remove)
+        yield
+
+
+class _CaughtAllError(Exception):
+    """Raised inside a block's forward once every input that is wanted has been seen: the rest needn't be computed."""
+
+
+def run_and_catch(layers: Mapping[str, nn.Module], forward: Any, catch: Any) -> None:
+    """Call ``forward()`` and ``catch(name, input)`` at each of ``layers``; stop the forward after the last of them."""
+    waiting = set(layers)
+
+    def hook(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        catch(name, args[0])
+        waiting.discard(name)
+        if not waiting:
+            raise _CaughtAllError
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_pre_hook(partial(hook, name)).remove)
+        try:
+            forward()
+        except _CaughtAllError:
+            return
+
+
+def shared_inputs(layers: Mapping[str, nn.Module], forward: Any) -> list[list[str]]:
+    """The layers that ``forward`` reaches, in its order, grouped by the tensor they read (q, k, v; gate, up)."""
+    groups: list[tuple[Tensor, list[str]]] = []
+
+    def catch(name: str, hidden: Tensor) -> None:
+        for seen, members in groups:
+            if seen is hidden:
+                members.append(name)
+                return
+        groups.append((hidden, [name]))
+
+    run_and_catch(layers, forward, catch)
+    return [members for _, members in groups]
+
+
+@dataclass
+class HessianSum:
+    """Running sum of x xᵀ over tokens, in float32."""
+
+    in_features: int
+    device: torch.device | str = "cpu"
+    num_tokens: int = 0
+    total: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = torch.zeros(self.in_features, self.in_features, device=self.device)
+
+    def add(self, hidden_BSI: Tensor, mask_BS: Tensor | None) -> None:
+        """Add the tokens that ``mask_BS`` keeps (all of them where it is None)."""
+        hidden_NI = hidden_BSI.flatten(0, -2) if mask_BS is None else hidden_BSI[mask_BS]
+        self.num_tokens += len(hidden_NI)
+        with exact_products(hidden_NI.dtype):
+            hidden_NI = hidden_NI.float()
+            self.total.addmm_(hidden_NI.T, hidden_NI)
+
+    def mean(self) -> Tensor:
+        """hessian_II: the mean of x xᵀ."""
+        return self.total / max(self.num_tokens, 1)
+
+
+@contextmanager
+def exact_products(dtype: torch.dtype) -> Iterator[None]:
+    """Within: float32 matrix products may use bfloat16 multipliers where the factors were bfloat16 anyway.
+
+    Such products lose nothing: the factors are exact and sums are kept in float32. On a processor with AMX a Hessian
+    of 1,536 inputs takes 0.04 s instead of 0.10 s per 4,096 tokens, with the same error (5e-7 of the largest entry).
+    """
+    if dtype != torch.bfloat16:
+        yield
+        return
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

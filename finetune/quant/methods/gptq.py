@@ -1,0 +1,91 @@
+"""GPTQ (Frantar et al., 2022, arXiv:2210.17323): round column by column, let later columns make up for the error.
+
+Columns go in the order of their input's energy (act-order); scales are fixed before the first column is rounded
+(static groups), so the order leaves no trace in the file. Scales come from a clip search weighted by the Hessian's
+diagonal: on a 135M model it lowered perplexity more than anything else that was tried.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from finetune.quant.methods import METHODS, QuantizedWeight, QuantMethod
+from finetune.quant.scales import searched_scales
+from finetune.quant.scheme import WeightArgs
+
+COLUMN_BLOCK = 128
+"""Columns rounded before their error is passed on to all later ones in one matrix product."""
+CLIP_RATIOS = [1.15 - 0.025 * step for step in range(27)]
+"""1.15 down to 0.5 of the unclipped scale; above 1 helps where the scale's sign is turned (8 / 7 = 1.143)."""
+
+
+def quantize_gptq(
+    weight_OI: Tensor,
+    hessian_II: Tensor | None,
+    *,
+    weights: WeightArgs,
+    scale_dtype: torch.dtype,
+    damp: float,
+    act_order: bool,
+) -> QuantizedWeight:
+    """Codes that keep the layer's outputs on the calibration inputs: least tr(E H Eᵀ), greedily.
+
+    ``weight_OI`` and ``hessian_II`` (mean of x xᵀ over the calibration tokens) are float32. Layers that read the same
+    input may be stacked along O and done at once: rows don't see each other.
+    """
+    assert hessian_II is not None
+    assert torch.isfinite(hessian_II).all(), "the caller refuses inputs that aren't finite"
+    energy_I = hessian_II.diagonal()
+    # An input that is always zero says nothing about its weights: let a sliver of the mean keep them in the search.
+    scale_OG, clip = searched_scales(weight_OI, energy_I + 1e-4 * energy_I.mean(), weights, scale_dtype, CLIP_RATIOS)
+    order_I = torch.argsort(energy_I, descending=True, stable=True) if act_order else torch.arange(len(energy_I))
+    upper_II, damp_used = inverse_cholesky(hessian_II[order_I][:, order_I], damp=damp)
+    group_of_I = order_I // (weight_OI.shape[1] // scale_OG.shape[1])
+    codes_IO = _round_columns(weight_OI.T[order_I], scale_OG.float().T[group_of_I], upper_II, weights)
+    codes_OI = torch.empty_like(weight_OI, dtype=torch.int8)
+    codes_OI[:, order_I] = codes_IO.T
+    return QuantizedWeight(codes=codes_OI, scale=scale_OG, damp=damp_used, clip=clip)
+
+
+def inverse_cholesky(hessian_II: Tensor, *, damp: float) -> tuple[Tensor, float]:
+    """Upper Cholesky factor of the inverse of the damped Hessian, and the damping it took.
+
+    ``damp`` times the mean of the diagonal is added; where float32 still can't factor the matrix (an input that is a
+    multiple of another, or fewer tokens than inputs) ten times as much is, up to 100 times the mean.
+    """
+    mean = hessian_II.diagonal().mean()
+    if mean == 0:
+        return torch.eye(len(hessian_II)), damp
+    while damp <= 100:
+        damped_II = hessian_II.clone()
+        damped_II.diagonal().add_(damp * mean)
+        lower_II, failed = torch.linalg.cholesky_ex(damped_II)
+        if not failed:
+            upper_II, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_II), upper=True)
+            if not failed and torch.isfinite(upper_II).all():
+                return upper_II, damp
+        damp *= 10
+    raise AssertionError("a positive semi-definite matrix with 100 times its mean added has a Cholesky factor")
+
+
+def _round_columns(weight_IO: Tensor, scale_IO: Tensor, upper_II: Tensor, weights: WeightArgs) -> Tensor:
+    """int8 codes_IO; inputs lie along the rows here, so that one input's weights are contiguous."""
+    rest_IO = weight_IO.contiguous().clone()
+    codes_IO = torch.empty_like(rest_IO, dtype=torch.int8)
+    num_inputs = len(rest_IO)
+    for start in range(0, num_inputs, COLUMN_BLOCK):
+        end = min(start + COLUMN_BLOCK, num_inputs)
+        error_BO = torch.empty_like(rest_IO[start:end])
+        for index in range(start, end):
+            weight_O, scale_O = rest_IO[index], scale_IO[index]
+            code_O = (weight_O / scale_O).round_().clamp_(weights.code_min, weights.code_max)
+            codes_IO[index] = code_O
+            error_O = (weight_O - code_O * scale_O) / upper_II[index, index]
+            error_BO[index - start] = error_O
+            rest_IO[index + 1 : end].addr_(upper_II[index, index + 1 : end], error_O, alpha=-1)
+        rest_IO[end:].addmm_(upper_II[start:end, end:].T, error_BO, alpha=-1)
+    return codes_IO
+
+
+METHODS.register("gptq")(QuantMethod(needs_calibration=True, quantize=quantize_gptq))

@@ -1,0 +1,27 @@
+"""Round to nearest: needs no data. The scale of a group is its extreme over the lowest code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from finetune.quant.methods import METHODS, QuantizedWeight, QuantMethod
+from finetune.quant.scales import extreme_scales, round_to_codes
+from finetune.quant.scheme import WeightArgs
+
+
+def quantize_rtn(
+    weight_OI: Tensor,
+    hessian_II: Tensor | None,
+    *,
+    weights: WeightArgs,
+    scale_dtype: torch.dtype,
+    damp: float,
+    act_order: bool,
+) -> QuantizedWeight:
+    """Codes nearest to float32 ``weight_OI``; the other arguments belong to methods that use data."""
+    scale_OG = extreme_scales(weight_OI, weights, scale_dtype)
+    return QuantizedWeight(codes=round_to_codes(weight_OI, scale_OG, weights), scale=scale_OG)
+
+
+METHODS.register("rtn")(QuantMethod(needs_calibration=False, quantize=quantize_rtn))

@@ -1,0 +1,90 @@
+"""Scales, codes and back: the arithmetic of every method. Shapes: O out, I in features, G groups, K = I / G."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from finetune.quant.scheme import WeightArgs
+
+ROW_CHUNK_ELEMENTS = 2**20
+"""Rows are searched in slices of about this many weights, so that a slice stays in the processor's cache."""
+
+
+def grouped(weight_OI: Tensor, weights: WeightArgs) -> Tensor:
+    """(O, I) → (O, G, K)."""
+    return weight_OI.unflatten(1, (weights.num_groups(weight_OI.shape[1]), -1))
+
+
+def dequantize(codes_OI: Tensor, scale_OG: Tensor) -> Tensor:
+    """The weight in the scale's dtype, by the operations (and so the rounding) of compressed-tensors."""
+    codes_OGK = codes_OI.unflatten(1, (scale_OG.shape[1], -1)).to(scale_OG.dtype)
+    return (codes_OGK * scale_OG.unsqueeze(-1)).flatten(1)
+
+
+def round_to_codes(weight_OI: Tensor, scale_OG: Tensor, weights: WeightArgs) -> Tensor:
+    """int8 codes nearest to float32 ``weight_OI`` under fixed scales."""
+    scaled_OGK = grouped(weight_OI, weights) / scale_OG.float().unsqueeze(-1)
+    return scaled_OGK.round_().clamp_(weights.code_min, weights.code_max).to(torch.int8).flatten(1)
+
+
+def extreme_scales(weight_OI: Tensor, weights: WeightArgs, scale_dtype: torch.dtype) -> Tensor:
+    """scale_OG: the extreme of each group divided by the lowest code, so that the full range of codes is in use.
+
+    A scale is negative where the extreme is positive: int4 has a code -8 but no +8, and the largest weight takes it.
+    A group of zeros gets the scale 1.
+    """
+    weight_OGK = grouped(weight_OI, weights)
+    high_OG, low_OG = weight_OGK.amax(-1), weight_OGK.amin(-1)
+    extreme_OG = torch.where(high_OG > -low_OG, high_OG, low_OG)
+    return _stored(extreme_OG / weights.code_min, scale_dtype)
+
+
+def searched_scales(
+    weight_OI: Tensor, importance_I: Tensor, weights: WeightArgs, scale_dtype: torch.dtype, ratios: list[float]
+) -> tuple[Tensor, dict[str, float]]:
+    """scale_OG of least rounding error, each weight's squared error weighted by its input's ``importance_I`` (>= 0).
+
+    Tried for each group: both signs of the scale times ``ratios`` of its unclipped size. Scales are rounded to
+    ``scale_dtype`` before their error is measured, so the winner is the best of what can be stored.
+    """
+    importance_GK = importance_I.float().unflatten(0, (weights.num_groups(weight_OI.shape[1]), -1))
+    importance_GK = importance_GK / importance_GK.mean(-1, keepdim=True).clamp_min(1e-30)
+    parts = []
+    for rows_OI in weight_OI.split(max(1, ROW_CHUNK_ELEMENTS // weight_OI.shape[1])):
+        weight_OGK = grouped(rows_OI, weights)
+        full_OG = extreme_scales(rows_OI, weights, torch.float32)
+        best_error_OG = torch.full_like(full_OG, torch.inf)
+        best_scale_OG = torch.empty_like(full_OG)
+        for ratio in [*ratios, *(-ratio for ratio in ratios)]:
+            scale_OG = _stored(full_OG * ratio, scale_dtype).float()
+            scale_OG1 = scale_OG.unsqueeze(-1)
+            error_OGK = (weight_OGK / scale_OG1).round_().clamp_(weights.code_min, weights.code_max)
+            error_OGK.mul_(scale_OG1).sub_(weight_OGK).square_().mul_(importance_GK)
+            error_OG = error_OGK.sum(-1)
+            better_OG = error_OG < best_error_OG
+            best_error_OG = torch.where(better_OG, error_OG, best_error_OG)
+            best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
+        parts.append(best_scale_OG)
+    scale_OG = torch.cat(parts)
+    ratio_OG = (scale_OG / extreme_scales(weight_OI, weights, torch.float32)).abs()
+    clip = {"mean_ratio": ratio_OG.mean().item(), "clipped_fraction": (ratio_OG < 0.995).float().mean().item()}
+    return scale_OG.to(scale_dtype), clip
+
+
+def _stored(scale_OG: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """Rounded to the stored dtype; 1 where that would be 0 (a group of zeros, or of weights too small for it)."""
+    stored_OG = scale_OG.to(scale_dtype)
+    return torch.where(stored_OG == 0, torch.ones_like(stored_OG), stored_OG)
+
+
+def relative_error(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor | None) -> float:
+    """Mean squared error of the layer's output over its mean square: tr(E H Eᵀ) / tr(W H Wᵀ); H = identity if None."""
+    error_OI = weight_OI - quantized_OI.float()
+
+    def energy(matrix_OI: Tensor) -> float:
+        through_OI = matrix_OI if hessian_II is None else matrix_OI @ hessian_II
+        return (through_OI * matrix_OI).sum().item()
+
+    whole = energy(weight_OI)
+    return energy(error_OI) / whole if whole > 0 else 0.0
