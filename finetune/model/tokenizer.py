@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -29,14 +28,14 @@ _SPLIT = (
 
 
 def train_tokenizer(
-    texts: Iterator[str], *, vocab_size: int, chat_template: Path | str | None = None
+    texts: Iterator[str], *, vocab_size: int, chat_template: str | None = None
 ) -> PreTrainedTokenizerFast:
     """Learn a byte-level BPE from ``texts``: any string encodes and decodes to itself, without an unknown token.
 
     ``<|endoftext|>`` ends a document (eos) and pads; ``<|im_start|>`` and ``<|im_end|>`` delimit turns. The result has
-    at most ``vocab_size`` entries: fewer when the text has no more pairs to merge. ``chat_template`` is the path of a
-    Jinja file; None means ChatML. Raises RecipeError for a vocabulary below 256 bytes and the special tokens or a
-    template that isn't there, DataError when there is no text.
+    at most ``vocab_size`` entries: fewer when the text has no more pairs to merge. ``chat_template`` is Jinja
+    text; None means ChatML. Raises RecipeError for a vocabulary below 256 bytes and the special tokens, DataError when
+    there is no text.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + len(SPECIAL_TOKENS):
@@ -74,11 +73,5 @@ def train_tokenizer(
         additional_special_tokens=[TURN_START, TURN_END],
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = CHATML_TEMPLATE if chat_template is None else _read_template(Path(chat_template))
+    fast.chat_template = chat_template or CHATML_TEMPLATE
     return fast
-
-
-def _read_template(path: Path) -> str:
-    if not path.is_file():
-        raise RecipeError("there is no such chat template", where=path, fix="give the path of a Jinja file")
-    return path.read_text(encoding="utf-8")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from finetune.config.section import Section
 from finetune.data.settings import DatasetSettings
@@ -56,4 +57,16 @@ class TrainSettings(Section):
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Stored precision of the consolidated model."""
     max_shard_size: str = "5GB"
-    """Size limit of one file of the consolidated model."""
+    """Size limit of one file of the consolidated model: a number with KB, MB, GB or TB."""
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _is_size(cls, value: str) -> str:
+        if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", value):
+            raise ValueError("write a size as 500MB or 5GB")
+        return value
+
+    @property
+    def max_shard_size_bytes(self) -> int:
+        number, unit = float(self.max_shard_size[:-2]), self.max_shard_size[-2]
+        return int(number * 1000 ** ("KMGT".index(unit) + 1))

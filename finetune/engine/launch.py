@@ -1,0 +1,199 @@
+"""Start one process a rank, by torch.distributed's own launcher, and let none hang or outlive the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import finetune.errors
+from finetune.errors import FinetuneError, InterruptedRunError, ResourceError
+from finetune.processes import die_with_parent
+
+TIMEOUT_SECONDS = 600.0
+SHUTDOWN_SECONDS = 3
+"""How long the ranks that are left have to end by themselves once one is lost."""
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that torchrun, or ``run_ranks``, started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def run_ranks(arguments: Sequence[str], *, num_processes: int, device: str, log_dir: Path) -> None:
+    """Run ``python ARGUMENTS`` once a rank and wait for all of them.
+
+    Rank 0 writes to this process's stdout and stderr, the others to files below ``log_dir``. The program enters
+    ``rank_process``, which reports its errors here. When a rank ends badly the others are stopped, and its error is
+    raised: its FinetuneError as itself, any other exception as RuntimeError with the rank's traceback, a signal as
+    ResourceError that names rank and signal. Raises InterruptedRunError when this process is told to stop.
+    """
+    assert num_processes >= 1
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=f"ranks-{uuid.uuid4().hex[:8]}",
+        rdzv_backend="c10d",
+        # Port 0: any that is free. The store lives in this process, so it outlasts a lost rank.
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(log_dir), redirects=dict.fromkeys(range(1, num_processes), Std.ALL)
+        ),
+    )
+    with _quiet_launcher():
+        try:
+            elastic_launch(config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            raise _cause(error.failures, log_dir) from None
+        except SignalException as error:
+            raise InterruptedRunError(f"stopped by {error.sigval.name}", fix="run the same command to go on") from None
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """The launcher logs each failure, which is raised here anyway, and keeps its signal handlers: undo both."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level, handlers = logger.level, {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _cause(failures: dict[int, ProcessFailure], log_dir: Path) -> Exception:
+    """The failure that explains the others: a rank that was killed, then one that says why, then the first."""
+
+    def order(rank: int) -> tuple[int, int]:
+        failure = failures[rank]
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return 0, failure.timestamp
+        report = _report(failure)
+        return (1 if "error" in report else 2 if report else 3), failure.timestamp
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    report = _report(failure)
+    logs = Path(failure.error_file).parent if failure.error_file != "<NONE>" else log_dir
+    if "error" in report:
+        described = report["error"]
+        kind: type[FinetuneError] = getattr(finetune.errors, described["kind"])
+        return kind(described["what"], where=described["where"], fix=described["fix"])
+    if report:
+        return RuntimeError(f"rank {rank} failed:\n{report['traceback']}")
+    if failure.exitcode < 0:
+        name = failure.signal_name()
+        hint = " (often the kernel, when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
+        return ResourceError(
+            f"rank {rank} was ended by {name}{hint}", where=logs, fix="run the same command to go on where it was"
+        )
+    return RuntimeError(f"rank {rank} ended with exit code {failure.exitcode}; its output is in {logs}")
+
+
+def _report(failure: ProcessFailure) -> dict[str, Any]:
+    message = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
+    report: dict[str, Any] = message.get("finetune", {}) if isinstance(message, dict) else {}
+    return report
+
+
+@contextmanager
+def rank_process(device: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[tuple[int, int]]:
+    """Be one rank of ``run_ranks``: yields (rank, world size) inside the process group.
+
+    The process dies with its launcher. The cpu's cores are shared out between the ranks unless OMP_NUM_THREADS says
+    otherwise. An exception is reported to the launcher and ends the process.
+    """
+    die_with_parent()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    try:
+        with process_group(device, timeout_seconds=timeout_seconds) as ranks:
+            yield ranks
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            _write_report(error)
+        if isinstance(error, FinetuneError):
+            # Reported; a second account of it on this rank's stderr would only hide where it belongs.
+            raise SystemExit(error.exit_code) from error
+        raise
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _write_report(error: BaseException) -> None:
+    """Leave the error where the launcher looks for it, in the launcher's own format with ours inside."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    text = "".join(traceback.format_exception(error))
+    report: dict[str, Any] = {"traceback": text}
+    if isinstance(error, FinetuneError):
+        report["error"] = {
+            "kind": type(error).__name__,
+            "what": error.what,
+            "where": error.where,
+            "fix": error.fix,
+        }
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with open(path, "w", encoding="utf-8") as stream:
+        json.dump({"message": {"message": str(error), "extraInfo": extra, "finetune": report}}, stream)
+
+
+@contextmanager
+def process_group(
+    device: str, *, timeout_seconds: float = TIMEOUT_SECONDS, alone_too: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Join the ranks that a launcher started; yields (rank, world size): (0, 1) in a process alone, without a group.
+
+    A collective that waits longer than ``timeout_seconds`` for another rank raises, so none hangs. ``alone_too`` makes
+    a group of one for a process alone. Inside another ``process_group`` it only tells the ranks.
+    """
+    if dist.is_initialized():
+        yield dist.get_rank(), dist.get_world_size()
+        return
+    launched = under_torchrun()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not launched and not alone_too:
+        yield 0, 1
+        return
+    # Offloaded state is on the cpu and checkpoints gather there, so a group on GPUs speaks gloo too.
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if launched:
+        if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and sys.platform.startswith("linux"):
+            # Else gloo looks up the host's own name, which fails or is slow where there is no network.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
