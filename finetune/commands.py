@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from finetune.config.section import Section, parse_section
 from finetune.config.source import Source
-from finetune.errors import RecipeError
+from finetune.errors import CheckpointError, RecipeError
 from finetune.files import replace_folder
 from finetune.worker import quiet_libraries
 
@@ -100,9 +100,19 @@ def consolidate(options: Namespace) -> None:
     limit = parse_size(options.max_shard_size, where="--max-shard-size")
     out = free_folder(options)
     quiet_libraries()
+    from finetune.checkpoint.commit import find_checkpoint
     from finetune.checkpoint.consolidate import consolidate as consolidate_checkpoint
 
-    report = consolidate_checkpoint(Path(options.checkpoint), out=out, dtype=options.dtype, max_shard_size_bytes=limit)
+    checkpoint = Path(options.checkpoint)
+    if any(checkpoint.glob("step-*")):
+        found = find_checkpoint(checkpoint)
+        if found is None:
+            raise CheckpointError(
+                "no checkpoint here is whole", where=checkpoint, fix="train on, or give another folder"
+            )
+        checkpoint = found.path
+        say(f"newest good checkpoint: {checkpoint}")
+    report = consolidate_checkpoint(checkpoint, out=out, dtype=options.dtype, max_shard_size_bytes=limit)
     publish(options, out)
     print(json.dumps({key: value for key, value in report.items() if not isinstance(value, dict | list)}, indent=2))
 
@@ -137,18 +147,18 @@ def evaluate(options: Namespace) -> None:
 
 def generate(options: Namespace) -> None:
     quiet_libraries()
-    from finetune.evaluate.generation import answer
-    from finetune.model.load import resolve_model
+    from finetune.evaluate.generation import chat_prompt_ids, generate_replies
+    from finetune.model.load import load_model, load_tokenizer, resolve_model
 
-    print(
-        answer(
-            resolve_model(options.model),
-            options.prompt,
-            max_new_tokens=options.max_new_tokens,
-            raw=options.raw,
-            device=device(options),
-        )
-    )
+    folder = resolve_model(options.model)
+    tokenizer = load_tokenizer(folder)
+    if options.raw:
+        prompt = tokenizer(options.prompt)["input_ids"]
+    else:
+        prompt = chat_prompt_ids(tokenizer, [{"role": "user", "content": options.prompt}])
+    model = load_model(folder, dtype="auto", device=device(options))
+    (reply,) = generate_replies(model, tokenizer, [prompt], max_new_tokens=options.max_new_tokens)
+    print(reply)
 
 
 def export(options: Namespace) -> None:
@@ -156,13 +166,10 @@ def export(options: Namespace) -> None:
     quiet_libraries()
     from finetune.export.folder import export_model
     from finetune.export.model_card import CardFacts
-    from finetune.export.verify import verify_folder
     from finetune.model.load import resolve_model
 
-    folder = resolve_model(options.model)
-    card = CardFacts(name=Path(options.out).name, license=options.license, base_model=options.base_model)
-    export_model(folder, out=out, card=card)
-    verify_folder(out)
+    card = CardFacts(title=Path(options.out).name, license=options.license, base_model=options.base_model)
+    export_model(resolve_model(options.model), out=out, card=card)
     publish(options, out)
     print(options.out)
 

@@ -79,7 +79,7 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath, source: 
 
 
 def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
-    """Apply ``a.b=value`` flags in place. Values are read as YAML; a stage goes by its name, a list item by its index."""
+    """Apply ``a.b=value`` flags in place. Values are YAML; a stage goes by its name, a list item by its index."""
     for override in overrides:
         flag = f"--set {override}"
         dotted, equals, text = override.partition("=")

@@ -15,6 +15,7 @@ class EvaluateStage(EvaluateSettings, StageSettings):
 
 
 def run(context: StageContext) -> dict[str, Any]:
+    from finetune.evaluate.gate import check_gate
     from finetune.evaluate.run import evaluate_models
 
     settings: EvaluateStage = context.settings
@@ -24,7 +25,9 @@ def run(context: StageContext) -> dict[str, Any]:
     if reference is not None and reference not in models:
         models = {reference: context.models[reference], **models}
     results = evaluate_models(models, reference=reference, settings=settings, device=context.launch.device or "cpu")
+    # Written first: a model that fails the gate is looked at, too.
     write_json(context.folder / "evaluation.json", results)
+    check_gate(results, settings=settings, reference=reference)
     return {"models": json.loads(json.dumps(results))}
 
 
