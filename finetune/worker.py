@@ -136,6 +136,8 @@ def quiet_libraries() -> None:
     """Keep libraries' notices and, where nobody watches, their progress bars off the terminal."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Libraries' own bars (compressed-tensors has four a load); ours say `disable=` themselves and aren't touched.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

@@ -71,9 +71,12 @@ def _recipe_error(kind: type[Section], source: Source, path: KeyPath, fault: Err
     if fault["type"] == "missing":
         return RecipeError(f"`{name}` is missing", where=source.place(full[:-1]), fix=f"add `{full[-1]}:`")
     message = fault["msg"].removeprefix("Value error, ")
-    given = f", not {fault['input']!r}" if isinstance(fault["input"], str | int | float | bool | None) else ""
     message = message[0].lower() + message[1:]
-    return RecipeError(f"`{name}`: {message}{given}", where=where, fix="correct the value")
+    if isinstance(fault["input"], str | int | float | bool | None):
+        message = f"`{name}` is {fault['input']!r}: {message}"
+    elif name:
+        message = f"`{name}`: {message}"
+    return RecipeError(message, where=where, fix="correct the value")
 
 
 def _keys(kind: type[Section]) -> list[str]:
