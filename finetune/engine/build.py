@@ -73,3 +73,8 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
             fix="set zero.stage: 0",
         )
     return blocks
+
+
+def needs_process_group(zero: ZeroSettings, device: str) -> bool:
+    """Whether a process alone needs a group of its own: FSDP2 runs in it when asked for, or to offload from a GPU."""
+    return choose_engine(zero, world_size=1, device=device)[0] == "fsdp2"

@@ -58,9 +58,7 @@ def run_ranks(arguments: Sequence[str], *, num_processes: int, device: str, log_
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=SHUTDOWN_SECONDS,
-        logs_specs=DefaultLogsSpecs(
-            log_dir=str(log_dir), redirects=dict.fromkeys(range(1, num_processes), Std.ALL)
-        ),
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=dict.fromkeys(range(1, num_processes), Std.ALL)),
     )
     with _quiet_launcher():
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from finetune.config.section import Section
 from finetune.data.settings import DatasetSettings
@@ -65,6 +65,12 @@ class TrainSettings(Section):
         if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", value):
             raise ValueError("write a size as 500MB or 5GB")
         return value
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> TrainSettings:
+        if self.epochs is None and self.max_steps is None:
+            raise ValueError("give `epochs` or `max_steps`")
+        return self
 
     @property
     def max_shard_size_bytes(self) -> int:
