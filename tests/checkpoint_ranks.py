@@ -1,4 +1,4 @@
-"""What the processes of the checkpoint tests do: ``python -m tests.checkpoint_ranks SCENARIO FOLDER`` with RANK set.
+"""What the processes of the checkpoint tests do: ``python -m tests.checkpoint_ranks SCENARIO FOLDER NUM_RANKS``.
 
 Each scenario leaves ``FOLDER/SCENARIO-rankR.json`` with what it saw. It imports torch but not transformers, which
 would take longer to import than everything here takes to run.
@@ -10,9 +10,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +28,17 @@ from finetune.checkpoint.commit import find_checkpoint, find_checkpoint_together
 from finetune.errors import FinetuneError
 
 
-def launch(scenario: str, folder: Path, *, num_ranks: int, timeout_seconds: float = 60) -> list[int]:
+def launch(scenario: str, folder: Path, *, num_ranks: int, timeout_seconds: float = 120) -> list[int]:
     """Run ``scenario`` on ``num_ranks`` processes and return their exit codes (negative: the signal)."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint_ranks", scenario, str(folder)],
-            env={**environment, "RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
-            cwd=Path(__file__).parents[1],
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        deadline = time.monotonic() + timeout_seconds
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint_ranks", scenario, str(folder), str(num_ranks)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[1],
+        timeout=timeout_seconds,
+        check=True,
+    )
+    codes: list[int] = json.loads((folder / f"{scenario}-codes.json").read_text())
+    return codes
 
 
 def example_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -151,7 +142,7 @@ def save(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Load what two ranks saved on another number of ranks, sharded, replicated and plain; refusals reach every rank."""
+    """Load what two ranks saved on another number of ranks, in three ways; refusals reach every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = example_tensors()
     skipped: list[Any] = []
@@ -177,16 +168,19 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def crash(folder: Path) -> dict[str, Any]:
-    """Kill a save at each of its file system calls in turn; whatever was there, one whole checkpoint must be found."""
+    """Kill a save before each of its changes to the disk in turn; afterwards one whole checkpoint must be found."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
     state = {"model.a": torch.zeros(3), "model.b": torch.zeros(2, 2), "buffer.c": torch.tensor(0.0)}
 
     def filled(value: float) -> dict[str, torch.Tensor]:
         return {name: torch.full_like(tensor, value) for name, tensor in state.items()}
 
     def save_one(root: Path, step: int, value: float) -> None:
-        save_checkpoint(root, step=step, state=filled(value), extra={"value": value}, model_files=folder / "tied")
+        save_checkpoint(root, step=step, state=filled(value), extra={"value": value}, model_files=model)
 
-    outcomes: dict[str, list[float]] = {}
+    outcomes: dict[str, list[Any]] = {}
     for existing in (20, 10):
         base = folder / f"crash-base-{existing}"
         save_one(base, existing, 1.0)
@@ -214,7 +208,7 @@ def crash(folder: Path) -> dict[str, Any]:
             assert after is not None
             assert after.extra == {"value": 3.0}
             assert not [path for path in root.iterdir() if path.name.startswith("step-00000020.")]
-            seen.append(found.extra["value"])
+            seen.append([found.extra["value"], found.path.name])
             if status == 0:
                 break
             assert os.WTERMSIG(status) == signal.SIGKILL, f"the child failed by itself: {status}"
@@ -222,11 +216,13 @@ def crash(folder: Path) -> dict[str, Any]:
 
 
 def _die_at_call(number: int) -> None:
+    """Kill this process just before its ``number``-th call that changes the file system."""
     remaining = number
 
-    def hook(event: str, _: Any) -> None:
+    def hook(event: str, arguments: Any) -> None:
         nonlocal remaining
-        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.scandir"):
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
             remaining -= 1
             if remaining == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -235,12 +231,34 @@ def _die_at_call(number: int) -> None:
 
 
 def main() -> None:
-    scenario, folder = sys.argv[1], Path(sys.argv[2])
-    if int(os.environ["WORLD_SIZE"]) > 1:
+    """Import once, then fork the ranks: torch's import takes longer than a scenario."""
+    scenario, folder, num_ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    ranks = []
+    for rank in range(num_ranks):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            try:
+                run_rank(scenario, folder, rank, num_ranks)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
+    (folder / f"{scenario}-codes.json").write_text(json.dumps(codes))
+
+
+def run_rank(scenario: str, folder: Path, rank: int, num_ranks: int) -> None:
+    os.environ["RANK"] = str(rank)
+    if num_ranks > 1:
         dist.init_process_group("gloo")
     seen = globals()[scenario](folder)
-    (folder / f"{scenario}-rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
-    # Without destroy_process_group, which would wait for a rank that a scenario has killed.
+    (folder / f"{scenario}-rank{rank}.json").write_text(json.dumps(seen))
+    if num_ranks > 1 and rank == 0:
+        # It keeps the store. No destroy_process_group: that would wait for a rank that a scenario has killed.
+        time.sleep(0.5)
     os._exit(0)
 
 

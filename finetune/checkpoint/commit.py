@@ -71,7 +71,7 @@ def save_checkpoint(
     model_files: Path,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Path:
-    """Commit ``state`` as ``root/step-N`` and return that folder. Every rank calls it, with the same names in ``state``.
+    """Commit ``state`` as ``root/step-N`` and return that folder. Every rank calls it, with the same names.
 
     ``state`` maps names to tensors (taken once where all ranks hold them) or DTensors (each rank writes its shard).
     ``extra`` is JSON. The small files of the model folder ``model_files`` (configuration, tokenizer, chat template)
@@ -99,7 +99,9 @@ def save_checkpoint(
         copied = copy_model_files(model_files, temporary / MODEL_FILES)
         files |= record_files(temporary, [METADATA_NAME, *(f"{MODEL_FILES}/{name}" for name in copied)])
         write_manifest(temporary, CheckpointManifest(step, world_size, extra, files, current_versions()))
-        fsync_tree(temporary)
+        # The shards and the layout were flushed by their writers, the manifest as it was written.
+        fsync_tree(temporary / MODEL_FILES)
+        fsync_path(temporary)
         replace_folder(temporary, final)
         write_text(root / LATEST_NAME, final.name + "\n")
 

@@ -55,7 +55,7 @@ def consolidate(
     dtype: str = "bfloat16",
     max_shard_size_bytes: int = DEFAULT_SHARD_SIZE_BYTES,
 ) -> dict[str, Any]:
-    """Write the model of ``checkpoint`` (a ``step-N`` folder) to the folder ``out``, replacing what is there as a whole.
+    """Write the model of ``checkpoint`` (a ``step-N`` folder) to the folder ``out``, replacing it as a whole.
 
     Floating-point parameters are cast to ``dtype``; buffers stay bit-identical. A tied parameter is written once.
     Returns {"step", "dtype", "num_tensors", "num_parameters", "bytes", "num_shards", "files": {name: sha256},
@@ -108,7 +108,8 @@ def plan_model(checkpoint: Path, *, dtype: torch.dtype) -> tuple[list[OutputTens
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     expected = model.state_dict(keep_vars=True)
-    outputs, used = [], set()
+    outputs: list[OutputTensor] = []
+    used: set[str] = set()
     for name, tensor in expected.items():
         if name in aliases:
             continue

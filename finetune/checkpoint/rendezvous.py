@@ -133,7 +133,7 @@ def _wait_for(store: dist.Store, keys: list[str], timeout_seconds: float) -> boo
 def _lost(ranks: list[int], point: str, timeout_seconds: float) -> ResourceError:
     names = " and ".join(f"rank {rank}" for rank in ranks)
     return ResourceError(
-        f"{names} didn't come to {point} within {timeout_seconds:.0f} s",
+        f"{names} didn't come to {point} within {timeout_seconds:g} s",
         fix=f"see the log of {names}: it died, hangs, or went another way",
     )
 
