@@ -158,7 +158,8 @@ def main(arguments: list[str]) -> int:
     from finetune.engine.launch import rank_process
 
     assert stage.implementation.run_rank is not None
-    with rank_process(loaded.recipe.launch.device or "cpu"):
+    launch = loaded.recipe.launch
+    with rank_process(launch.device or "cpu", timeout_seconds=launch.timeout_seconds):
         stage.implementation.run_rank(stage_context(loaded, stage))
     return 0
 

@@ -47,7 +47,7 @@ def _run_joined(context: StageContext) -> dict[str, Any]:
 
     from finetune.engine.launch import process_group
 
-    with process_group(context.launch.device or "cpu"):
+    with process_group(context.launch.device or "cpu", timeout_seconds=context.launch.timeout_seconds):
         if dist.get_rank() == 0:
             starting_model(context)
         dist.barrier()
