@@ -21,20 +21,21 @@ def cut_conversation(
     Where the first reply begins inside the limit, the end is cut off. Otherwise the last message before it gives up its
     end: what stays is the beginning, then the tokens from ``header_start`` (the message's end of turn and the
     reply's header), then the reply, which gets at least half of the room that the header leaves. Nothing is added, so
-    a cut reply ends in no stop token; what follows the last target is cut off too.
+    a cut reply ends in no stop token; what follows the last target is always cut off.
     """
-    first_target = int(np.argmax(loss_mask))
-    if not loss_mask[first_target]:
+    targets = np.flatnonzero(loss_mask)
+    if not len(targets):
         return None
+    first_target, end = int(targets[0]), int(targets[-1]) + 1
     if first_target < max_seq_length:
-        chosen = np.arange(max_seq_length)
+        chosen = np.arange(min(end, max_seq_length))
     elif header_start is None:
         return None
     else:
         room = max_seq_length - (first_target - header_start)
         if room < 1:
             return None
-        reply_length = min(len(input_ids) - first_target, max(room - header_start, (room + 1) // 2))
+        reply_length = min(end - first_target, max(room - header_start, (room + 1) // 2))
         beginning_length = min(header_start, room - reply_length)
         chosen = np.concatenate((np.arange(beginning_length), np.arange(header_start, first_target + reply_length)))
     last_target = int(np.flatnonzero(loss_mask[chosen])[-1])

@@ -1,10 +1,4 @@
-"""What a chat template renders, and which characters of it the assistant wrote.
-
-Two ways lead to the reply's characters. A template with ``{% generation %}`` markers says them itself. Any other is
-asked twice more: the messages before turn i with the generation prompt give the turn's start, those up to turn i its
-end, and both must be beginnings of the whole rendering. Either way the span ends with the stop token that closes the
-turn, and leaves out what the template writes after it (ChatML's newline).
-"""
+"""What the tokenizer's own chat template renders, and how it closes an assistant's turn."""
 
 from __future__ import annotations
 
@@ -15,16 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.formats import Conversation
 from finetune.errors import DataError
 
-Span = tuple[int, int]
 Messages = list[dict[str, Any]]
 
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _QUESTION, _REPLY = "the first probe", "the second probe"
 _PROBE: Messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
-_MASK_FIX = "put {% generation %} markers around the assistant's turn in the chat template, or set `train_on: all`"
+MASK_FIX = "put {% generation %} markers around the assistant's turn in the chat template, or set `train_on: all`"
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,7 @@ def read_turn_shape(tokenizer: Any) -> TurnShape:
     (whole,) = render(tokenizer, [_PROBE], places=[where])
     reply = whole.rfind(_REPLY)
     if reply < 0:
-        raise DataError("the chat template doesn't write the assistant's reply", where=where, fix=_MASK_FIX)
+        raise DataError("the chat template doesn't write the assistant's reply", where=where, fix=MASK_FIX)
     closing = whole[reply + len(_REPLY) :]
     (encoded,) = encode_texts(tokenizer, [whole])
     stop = _find_stop(tokenizer, encoded, whole, len(whole) - len(closing))
@@ -170,111 +162,10 @@ def _header(tokenizer: Any, before_reply: str, where: str) -> str:
         raise DataError(
             "the chat template can't be masked: its generation prompt isn't how it begins an assistant's turn",
             where=where,
-            fix=_MASK_FIX,
+            fix=MASK_FIX,
         )
     rest = before_reply[len(prompt) :]
     return rest if prompt == bare and rest.strip() else ""
-
-
-def render_replies(
-    tokenizer: Any, shape: TurnShape, conversations: Sequence[Conversation], *, places: Sequence[str]
-) -> tuple[list[str], list[list[Span]]]:
-    """Render conversations and find, in characters, each trained reply with its stop token: (texts, spans of each).
-
-    Raises DataError with the place of the first conversation whose replies can't be found.
-    """
-    texts = render(tokenizer, [conversation.messages for conversation in conversations], places=places)
-    for conversation, place in zip(conversations, places, strict=True):
-        if not conversation.trained:
-            raise DataError(
-                "the conversation has no assistant's turn to learn",
-                where=place,
-                fix="remove the row, or set train_on: all",
-            )
-    if shape.has_markers:
-        spans = _marked_spans(tokenizer, shape, conversations, texts, places)
-    else:
-        spans = _prefix_spans(tokenizer, shape, conversations, texts, places)
-    return texts, spans
-
-
-def _prefix_spans(
-    tokenizer: Any, shape: TurnShape, conversations: Sequence[Conversation], texts: list[str], places: Sequence[str]
-) -> list[list[Span]]:
-    turns = [(row, turn) for row, conversation in enumerate(conversations) for turn in conversation.trained]
-    for row, turn in turns:
-        if turn == 0:
-            what = "the conversation begins with an assistant's turn"
-            raise DataError(what, where=places[row], fix="begin with a user's turn, or set train_on: all")
-    prompts = render(
-        tokenizer,
-        [conversations[row].messages[:turn] for row, turn in turns],
-        places=[places[row] for row, _ in turns],
-        add_generation_prompt=True,
-    )
-    inner = [(row, turn) for row, turn in turns if turn + 1 < len(conversations[row].messages)]
-    rendered = render(
-        tokenizer,
-        [conversations[row].messages[: turn + 1] for row, turn in inner],
-        places=[places[row] for row, _ in inner],
-    )
-    turn_ends = dict(zip(inner, rendered, strict=True))
-    spans: list[list[Span]] = [[] for _ in conversations]
-    for (row, turn), prompt in zip(turns, prompts, strict=True):
-        text = texts[row]
-        upto = turn_ends.get((row, turn), text)
-        if not text.startswith(upto) or not upto.startswith(prompt):
-            raise DataError(
-                f"the chat template can't be masked: it renders the first {turn + 1} messages differently alone and in "
-                "the whole conversation",
-                where=places[row],
-                fix=_MASK_FIX,
-            )
-        start = len(prompt) + (len(shape.header) if upto.startswith(shape.header, len(prompt)) else 0)
-        closed = len(upto) - len(shape.closing)
-        if closed < start or not upto.endswith(shape.closing):
-            raise _unclosed(shape, turn, places[row])
-        spans[row].append((start, closed + len(shape.stop_text)))
-    return spans
-
-
-def _marked_spans(
-    tokenizer: Any, shape: TurnShape, conversations: Sequence[Conversation], texts: list[str], places: Sequence[str]
-) -> list[list[Span]]:
-    marked = tokenizer.apply_chat_template(
-        [conversation.messages for conversation in conversations],
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
-    )
-    all_spans = []
-    for row, (mask, offsets) in enumerate(zip(marked["assistant_masks"], marked["offset_mapping"], strict=True)):
-        edges = np.flatnonzero(np.diff(np.array([0, *mask, 0], dtype=np.int8)))
-        runs = [(offsets[first][0], offsets[last - 1][1]) for first, last in edges.reshape(-1, 2).tolist()]
-        messages, trained = conversations[row].messages, conversations[row].trained
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(turns) != len(runs):
-            what = f"the template's generation markers enclose {len(runs)} of the {len(turns)} assistant's turns"
-            raise DataError(what, where=places[row], fix="correct the markers of the chat template")
-        spans = []
-        for turn, (start, end) in zip(turns, runs, strict=True):
-            if turn not in trained:
-                continue
-            # The markers may stop before the stop token, with it, or after what follows it.
-            lowest = max(start, end - len(shape.closing))
-            stop = texts[row].rfind(shape.stop_text, lowest, end + len(shape.stop_text))
-            if stop < 0:
-                raise _unclosed(shape, turn, places[row])
-            spans.append((start, stop + len(shape.stop_text)))
-        all_spans.append(spans)
-    return all_spans
-
-
-def _unclosed(shape: TurnShape, turn: int, place: str) -> DataError:
-    return DataError(
-        f"the chat template doesn't end message {turn + 1}, an assistant's turn, with {shape.stop_text!r}",
-        where=place,
-        fix="correct the chat template, or set `train_on: all`",
-    )
 
 
 def stop_token_ids(tokenizer: Any) -> list[int]:

@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from finetune.data.formats import Conversation, Document, Example
 from finetune.data.overlong import cut_conversation, split_document
+from finetune.data.replies import ReplyFinder
 from finetune.data.settings import DatasetSettings
 from finetune.data.sources import read_examples
-from finetune.data.template import Encoded, TurnShape, encode_texts, read_turn_shape, render, render_replies
+from finetune.data.template import Encoded, TurnShape, encode_texts, read_turn_shape, render
 from finetune.errors import DataError
 
 Overlong = Literal["drop", "truncate", "error", "split"]
@@ -104,6 +105,7 @@ class _Tokenization:
         self.rows: list[TokenRow] = []
         self.counts: Counter[str] = Counter()
         self._shape: TurnShape | None = None
+        self._replies: ReplyFinder | None = None
         self._controls: re.Pattern[str] | None = None
 
     def add(self, chunk: Sequence[tuple[Example | DataError, str]], *, skip_invalid: bool) -> None:
@@ -175,6 +177,7 @@ class _Tokenization:
     def _add_conversations(self, conversations: list[tuple[Conversation, str]], skip_invalid: bool) -> None:
         if self.train_on == "assistant" and self._shape is None:
             self._shape = read_turn_shape(self.tokenizer)
+            self._replies = ReplyFinder(self.tokenizer, self._shape)
         try:
             rendered = list(self._render(conversations))
         except DataError:
@@ -193,12 +196,12 @@ class _Tokenization:
     def _render(self, conversations: list[tuple[Conversation, str]]) -> Iterator[tuple[Encoded, np.ndarray, str]]:
         """(tokens, loss mask, text) of each conversation."""
         chats, places = [chat for chat, _ in conversations], [place for _, place in conversations]
-        if self._shape is None:
-            texts = render(self.tokenizer, [chat.messages for chat in chats], places=places)
+        texts = render(self.tokenizer, [chat.messages for chat in chats], places=places)
+        if self._shape is None or self._replies is None:
             for text, encoded in zip(texts, encode_texts(self.tokenizer, texts), strict=True):
                 yield encoded, _all_but_first(len(encoded.input_ids)), text
             return
-        texts, spans = render_replies(self.tokenizer, self._shape, chats, places=places)
+        spans = self._replies.find(chats, texts, places)
         encodings = encode_texts(self.tokenizer, texts)
         for text, row_spans, encoded, place in zip(texts, spans, encodings, places, strict=True):
             mask = np.zeros(len(encoded.input_ids), dtype=np.bool_)
