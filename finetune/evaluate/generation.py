@@ -29,7 +29,7 @@ def generate_greedily(
     max_new_tokens: int,
     stop_ids: Sequence[int],
     pad_id: int,
-    batch_size: int = 32,
+    batch_size: int = 64,
 ) -> list[list[int]]:
     """The most likely continuation of each prompt (token ids), in the prompts' order.
 
@@ -74,7 +74,7 @@ def _until_stop(ids: list[int], stop_ids: Sequence[int]) -> list[int]:
 
 
 def generate_replies(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 32
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int = 64
 ) -> list[str]:
     """The decoded greedy reply to each prompt; it stops on the tokenizer's eos and the template's turn terminator."""
     stop_ids = stop_token_ids(tokenizer)

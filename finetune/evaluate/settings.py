@@ -23,7 +23,7 @@ class EvaluateSettings(Section):
     """Conversations whose last reply the model must give word for word, by greedy generation."""
     max_new_tokens: int = Field(64, ge=1)
     """The longest reply, in tokens."""
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(64, ge=1)
     """Prompts generated together. In bfloat16 it can tip a near-tie between two tokens."""
     gate: list[str] = Field(default_factory=list)
     """The models that must keep the limits below; empty: every model of the table."""

@@ -82,8 +82,17 @@ def export_model(
         }
         write_json(folder / RECORD_NAME, record)
         if verify:
-            verify_folder(folder)
+            _verify_copy(folder, model_folder)
     return out
+
+
+def _verify_copy(folder: Path, model_folder: Path) -> None:
+    """Errors name the model folder's file: the copy is gone when the user reads them."""
+    try:
+        verify_folder(folder)
+    except CheckpointError as error:
+        where = (error.where or "").replace(str(folder), str(model_folder))
+        raise CheckpointError(error.what, where=where, fix=error.fix) from error
 
 
 def _require_free_place(model_folder: Path, out: Path) -> None:

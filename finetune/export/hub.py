@@ -18,7 +18,12 @@ def push_folder(folder: Path, *, hub: HubSettings, api: Any = None) -> str:
     ``api`` is a ``huggingface_hub.HfApi``, by default one with the user's own token. Raises HubError with what to do.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     assert (folder / RECORD_NAME).is_file(), "only an exported folder is uploaded"
     api = api or HfApi()
@@ -29,6 +34,8 @@ def push_folder(folder: Path, *, hub: HubSettings, api: Any = None) -> str:
         )
     except OfflineModeIsEnabled as cause:
         raise HubError("the Hub is switched off", where=hub.repo_id, fix="unset HF_HUB_OFFLINE") from cause
+    except LocalTokenNotFoundError as cause:
+        raise HubError("there is no Hub token on this machine", where=hub.repo_id, fix=LOGIN) from cause
     except HfHubHTTPError as cause:
         status = getattr(getattr(cause, "response", None), "status_code", None)
         refused = status in (401, 403) or isinstance(cause, RepositoryNotFoundError)
@@ -37,8 +44,7 @@ def push_folder(folder: Path, *, hub: HubSettings, api: Any = None) -> str:
             where=hub.repo_id,
             fix=LOGIN if refused else "try again later; the folder on disk is finished",
         ) from cause
-    except (OSError, ValueError) as cause:
-        # httpx's and the socket's errors are OSErrors; a malformed name is a ValueError.
+    except Exception as cause:  # the transport's own errors, whose library changes with huggingface_hub's version
         raise HubError(
             f"the Hub can't be reached: {cause}",
             where=hub.repo_id,

@@ -24,7 +24,7 @@ def check_load(folder: Path) -> dict[str, Any]:
     """Load ``folder`` with plain transformers on the CPU and run it.
 
     Loaded first in the dtype it is stored in, then, where the probe was computed in another, in that one: float32
-    logits tell far smaller faults than bfloat16 ones. Returns {"dtype", "num_parameters", "probe": figures or None}.
+    logits tell far smaller faults than bfloat16 ones. Returns {"dtype", "probe": figures or None}.
     Raises CheckpointError for a folder that doesn't load whole, logits that aren't finite or differ from the probe.
     """
     probe = read_probe(folder)
@@ -36,10 +36,6 @@ def check_load(folder: Path) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "probe": _compare(folder, model, input_ids, has_probe=probe is not None),
     }
-    # Counted after the first forward, in which compressed-tensors unpacks its weights.
-    report["num_parameters"] = sum(
-        parameter.numel() for parameter in model.parameters() if parameter.is_floating_point()
-    )
     if probe and getattr(torch, probe.dtype) != dtype:
         del model
         model = load_model(folder, dtype=getattr(torch, probe.dtype), device="cpu")
