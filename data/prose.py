@@ -166,9 +166,14 @@ LESSON_LINES = (
     ("Read aloud.", "{exact} is {words}"),
 )
 PAIRS = (
-"
-    "    "{words} ({exact})", "{words} ({exact})", "{words}, {exact} in {book},", "{words}, or {exact},", "{words}, that is {exact},",
-    "{words}, written {exact},", "{exact} ({words})", "{exact}, that is {words},", "{exact}, or {words},",
+    *("{words} ({exact})",) * 2,
+    "{words}, {exact} in {book},",
+    "{words}, or {exact},",
+    "{words}, that is {exact},",
+    "{words}, written {exact},",
+    "{exact} ({words})",
+    "{exact}, that is {words},",
+    "{exact}, or {words},",
 )
 SLOT = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 
