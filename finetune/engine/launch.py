@@ -86,12 +86,11 @@ def _quiet_launcher() -> Iterator[None]:
 def _cause(failures: dict[int, ProcessFailure], log_dir: Path) -> Exception:
     """The failure that explains the others: a rank that was killed, then one that says why, then the first."""
 
-    def order(rank: int) -> tuple[int, int]:
-        failure = failures[rank]
+    def order(rank: int) -> tuple[int, float]:
+        failure, report = failures[rank], _report(failures[rank])
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return 0, failure.timestamp
-        report = _report(failure)
-        return (1 if "error" in report else 2 if report else 3), failure.timestamp
+        return (1 if "error" in report else 2 if report else 3), report.get("time", failure.timestamp)
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -128,14 +127,21 @@ def rank_process(device: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> It
     die_with_parent()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # Reported before the group is left: the other ranks then fail too, and theirs must not look like the first.
+    with _reported(), process_group(device, timeout_seconds=timeout_seconds) as ranks, _reported():
+        yield ranks
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Write what is raised within to where the launcher looks for it, unless that is done."""
     try:
-        with process_group(device, timeout_seconds=timeout_seconds) as ranks:
-            yield ranks
+        yield
     except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code:
+        if not isinstance(error, SystemExit):
             _write_report(error)
         if isinstance(error, FinetuneError):
-            # Reported; a second account of it on this rank's stderr would only hide where it belongs.
+            # The launcher raises it; a traceback on this rank's stderr would only hide that.
             raise SystemExit(error.exit_code) from error
         raise
 
@@ -147,10 +153,10 @@ def _num_cores() -> int:
 def _write_report(error: BaseException) -> None:
     """Leave the error where the launcher looks for it, in the launcher's own format with ours inside."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
+    if path is None or os.path.exists(path):
         return
     text = "".join(traceback.format_exception(error))
-    report: dict[str, Any] = {"traceback": text}
+    report: dict[str, Any] = {"traceback": text, "time": time.time()}
     if isinstance(error, FinetuneError):
         report["error"] = {
             "kind": type(error).__name__,

@@ -298,7 +298,7 @@ def _check_logits(engine: Engine, dataset: TokenDataset, settings: TrainSettings
     difference = float(engine.forward(probe, compare_logits=True))
     if not difference <= LOGIT_TOLERANCES[settings.mixed_precision]:
         raise RecipeError(
-            f"this model changes its logits in a way the loss does not know: they differ by {difference:.3g} of their spread",
+            f"the loss does not know what this model does to its logits: {difference:.3g} of their spread is missing",
             where="model.path",
             fix="use another model; scaling and soft-capping by the configuration are known",
         )
