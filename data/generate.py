@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from chats import Message, chats
+from chats import chats
 from forms import Form
 from prose import Writer
 
