@@ -140,9 +140,10 @@ def _reported() -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, SystemExit):
             _write_report(error)
-        if isinstance(error, FinetuneError):
-            # The launcher raises it; a traceback on this rank's stderr would only hide that.
-            raise SystemExit(error.exit_code) from error
+        if isinstance(error, FinetuneError) or (isinstance(error, Exception) and _report_path() is not None):
+            # The launcher raises it; a traceback on this rank's stderr (of a lost neighbour's broken connection, say)
+            # would only hide that.
+            raise SystemExit(error.exit_code if isinstance(error, FinetuneError) else 1) from error
         raise
 
 
@@ -150,9 +151,13 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _report_path() -> str | None:
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+
 def _write_report(error: BaseException) -> None:
     """Leave the error where the launcher looks for it, in the launcher's own format with ours inside."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = _report_path()
     if path is None or os.path.exists(path):
         return
     text = "".join(traceback.format_exception(error))
