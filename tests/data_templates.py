@@ -33,6 +33,11 @@ MARKED = (
     "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# The tokenizer's eos ends the conversation, not the turn.
+PHI3 = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ def tokenizer_with(template: str, **special: str) -> Any:
     tokenizer = tiny_tokenizer(chat_template=template)
     tokens = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokens += ["<s>", "</s>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+    tokens += ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
     tokenizer.add_tokens(tokens, special_tokens=True)
     for name, token in special.items():
         setattr(tokenizer, name, token)
@@ -74,5 +80,6 @@ CASES = {
     "gemma": TemplateCase(
         GEMMA, {"bos_token": "<bos>", "eos_token": "<eos>"}, "<end_of_turn>", trims=True, takes_system=False
     ),
+    "phi3": TemplateCase(PHI3, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}, "<|end|>"),
     "marked": TemplateCase(MARKED, {"eos_token": "<|endoftext|>"}, "<|im_end|>", takes_empty_replies=False),
 }

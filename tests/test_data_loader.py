@@ -170,6 +170,10 @@ def test_packs_hold_each_row_once_and_no_two_could_be_joined(lengths: list[int],
     assert sizes == sorted(sum(int(shuffled[row]) for row in pack) for pack in pack_rows(shuffled, 20))
 
 
+def test_equally_long_rows_are_packed_in_the_order_given() -> None:
+    assert [pack[0] for pack in pack_rows([6, 4] * 200, 10)] == list(range(0, 400, 2))
+
+
 def test_packing_is_tight() -> None:
     lengths = np.random.default_rng(0).integers(10, 500, 2000)
     assert lengths.sum() / (1024 * len(pack_rows(lengths, 1024))) > 0.99

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_template_writes_bos_once(name: str, tmp_path: Path) -> None:
     )
     assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     row = tokenized(tmp_path, tokenizer, CHAT).rows[0]
-    assert row.input_ids.tolist().count(tokenizer.bos_token_id) == ("bos_token" in case.special)
+    assert row.input_ids.tolist().count(tokenizer.bos_token_id) == ("bos_token" in case.template)
 
 
 def test_stop_token_other_than_eos_is_supervised(tmp_path: Path) -> None:
@@ -230,6 +231,38 @@ def test_newline_tokens_of_the_vocabulary_end_no_turn(tmp_path: Path) -> None:
     assert stop_token_ids(tokenizer)[1] == tokenizer.convert_tokens_to_ids("<|eot_id|>")
     row = tokenized(tmp_path, tokenizer, CHAT[:2]).rows[0]
     assert supervised_runs(tokenizer, row.input_ids, row.loss_mask) == ["It is Paris.\n<|eot_id|>"]
+    tokenizer.chat_template = UNMASKABLE["ends no turn"]
+    with pytest.raises(DataError, match="with a stop token"):
+        tokenized(tmp_path, tokenizer, CHAT[:2])
+
+
+def test_added_token_that_is_not_special_may_end_a_turn(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML_TEMPLATE.replace("<|im_end|>", "</turn>"))
+    tokenizer.add_tokens(["</turn>"])
+    row = tokenized(tmp_path, tokenizer, CHAT[:2]).rows[0]
+    assert supervised_runs(tokenizer, row.input_ids, row.loss_mask) == ["It is Paris.</turn>"]
+    assert stop_token_ids(tokenizer)[-1] == tokenizer.convert_tokens_to_ids("</turn>")
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(
+    not os.environ.get("FINETUNE_TEST_MODEL") or not os.environ.get("FINETUNE_TEST_DATA"),
+    reason="FINETUNE_TEST_MODEL and FINETUNE_TEST_DATA name no folders",
+)
+def test_published_model_s_template_on_real_rows() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(os.environ["FINETUNE_TEST_MODEL"])
+    path = Path(os.environ["FINETUNE_TEST_DATA"]) / "alpaca_en.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    dataset = tokenize_dataset(
+        [DatasetSettings(path=str(path))], tokenizer=tokenizer, max_seq_length=None, overlong="error"
+    )
+    for source, row in zip(raw, dataset.rows, strict=True):
+        asked = f"{source['instruction']}\n\n{source['input']}" if source["input"] else source["instruction"]
+        chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": source["output"]}]
+        assert row.input_ids.tolist() == tokenizer.apply_chat_template(chat, tokenize=True)["input_ids"]
+        assert supervised_runs(tokenizer, row.input_ids, row.loss_mask) == [source["output"] + "<|im_end|>"]
 
 
 def test_sentencepiece_style_tokenizer(tmp_path: Path) -> None:

@@ -141,20 +141,21 @@ def _prefix_spans(
     turn_ends = dict(zip(inner, rendered, strict=True))
     spans: list[list[Span]] = [[] for _ in conversations]
     for (row, turn), prompt in zip(turns, prompts, strict=True):
-        text = texts[row]
-        upto = turn_ends.get((row, turn), text)
-        if not text.startswith(upto) or not upto.startswith(prompt):
+        text, upto = texts[row], turn_ends.get((row, turn), texts[row])
+        start = len(prompt) + (len(shape.header) if upto.startswith(shape.header, len(prompt)) else 0)
+        closed = len(upto) - len(shape.closing)
+        end = closed + len(shape.stop_text)
+        if closed < start or not upto.endswith(shape.closing):
+            raise _unclosed(shape, turn, places[row])
+        # What follows the stop token isn't learnt and may differ: Phi-3 ends a conversation, not a turn, with its eos.
+        if not upto.startswith(prompt) or not text.startswith(upto[:end]):
             raise DataError(
                 f"the chat template can't be masked: it renders the first {turn + 1} messages differently alone and in "
                 "the whole conversation",
                 where=places[row],
                 fix=MASK_FIX,
             )
-        start = len(prompt) + (len(shape.header) if upto.startswith(shape.header, len(prompt)) else 0)
-        closed = len(upto) - len(shape.closing)
-        if closed < start or not upto.endswith(shape.closing):
-            raise _unclosed(shape, turn, places[row])
-        spans[row].append((start, closed + len(shape.stop_text)))
+        spans[row].append((start, end))
     return spans
 
 

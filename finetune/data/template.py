@@ -40,7 +40,7 @@ class Encoded:
     input_ids: np.ndarray
     """int32 (T,)"""
     starts: np.ndarray
-    """int64 (T,), non-decreasing: the first character of each token."""
+    """int64 (T,), non-decreasing: the first character of each token (some tokenizers leave out its leading space)."""
     ends: np.ndarray
     """int64 (T,), non-decreasing: one past the last character of each token."""
 
@@ -69,10 +69,8 @@ def encode_texts(tokenizer: Any, texts: Sequence[str]) -> Iterator[Encoded]:
     )
     for ids, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True):
         pairs = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        ends = np.maximum.accumulate(pairs[:, 1])
-        # Byte-level tokenizers may trim the leading space off a token's offsets: it begins where the last one ended.
-        starts = np.minimum(pairs[:, 0], np.concatenate(([0], ends[:-1]))) if len(pairs) else pairs[:, 0]
-        yield Encoded(np.array(ids, dtype=np.int32), np.maximum.accumulate(starts), ends)
+        starts, ends = np.maximum.accumulate(pairs, axis=0).T
+        yield Encoded(np.array(ids, dtype=np.int32), starts, ends)
 
 
 def render(
