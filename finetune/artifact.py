@@ -100,6 +100,4 @@ def check_files(folder: Path, files: dict[str, FileRecord], *, trust_mtime: bool
         if trust_mtime and stat.st_mtime_ns == record.mtime_ns:
             continue
         if sha256_file(path) != record.sha256:
-            raise CheckpointError(
-                "a file's content differs from its manifest", where=path, fix="run the stage again"
-            )
+            raise CheckpointError("a file's content differs from its manifest", where=path, fix="run the stage again")

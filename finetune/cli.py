@@ -141,9 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        error = InterruptedRunError("interrupted", fix="nothing is lost: the same command goes on where it was")
-        _print_error(error)
-        return error.exit_code
+        interrupted = InterruptedRunError("interrupted", fix="nothing is lost: the same command goes on where it was")
+        _print_error(interrupted)
+        return interrupted.exit_code
     except BrokenPipeError:
         # The reader of a pipe has gone (`finetune plan … | head`): not a fault of anyone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

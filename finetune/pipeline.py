@@ -202,7 +202,7 @@ def _read_error(path: Path) -> FinetuneError:
 
 def write_summary(loaded: LoadedRecipe) -> dict[str, Any]:
     """Collect the finished stages' manifests in ``summary.json``."""
-    stages = []
+    stages: list[dict[str, Any]] = []
     for stage in loaded.stages:
         manifest = read_manifest(loaded.run_dir / stage.folder_name)
         if manifest is not None:
@@ -219,7 +219,7 @@ def write_summary(loaded: LoadedRecipe) -> dict[str, Any]:
         "name": loaded.recipe.name,
         "recipe_sha256": loaded.sha256(),
         "finished": len(stages) == len(loaded.stages),
-        "seconds": round(sum(stage["seconds"] for stage in stages), 3),
+        "seconds": round(sum(float(stage["seconds"]) for stage in stages), 3),
         "stages": stages,
     }
     write_json(loaded.run_dir / "summary.json", summary)

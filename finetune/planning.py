@@ -8,6 +8,7 @@ from typing import Any
 from finetune.pipeline import plan_stages
 from finetune.recipe import LoadedRecipe, Stage, check_files_exist
 from finetune.stages.base import BASE_MODEL
+from finetune.train.settings import TrainSettings
 
 
 def plan_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def training_need(loaded: LoadedRecipe, stage: Stage, config: Any) -> dict[str, 
     from finetune.engine import memory as prediction
 
     recipe, settings = loaded.recipe, stage.settings
+    assert isinstance(settings, TrainSettings)
     assert recipe.launch.num_processes is not None
     assert recipe.launch.device is not None
     memory = prediction.predict_memory(

@@ -90,7 +90,8 @@ def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
         except yaml.YAMLError as cause:
             raise RecipeError(f"`{text}` is not a valid value", where=flag, fix="write it as in the recipe") from cause
         keys = dotted.split(".")
-        target, path = source.value, ()
+        target: Any = source.value
+        path: KeyPath = ()
         for key in keys[:-1]:
             target, path = _step(target, path, key, flag)
         path = _assign(target, path, keys[-1], value, flag)

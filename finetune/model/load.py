@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 from typing import Any
 
 import torch
@@ -77,9 +78,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    folder: Path, *, dtype: torch.dtype, device: str | torch.device, attn_implementation: str = "sdpa"
+    folder: Path,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    device: str | torch.device,
+    attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
-    """The causal language model of ``folder`` on ``device``, its parameters in ``dtype``, in evaluation mode.
+    """The causal language model of ``folder`` on ``device``, in evaluation mode; "auto" is the dtype it is stored in.
 
     Raises CheckpointError when weights are missing, left over, or of another shape than the configuration says.
     """
