@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Literal
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -90,14 +91,16 @@ def load_model(
     """
     load_config(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        # compressed-tensors draws two progress bars a load, terminal or not, and can't be told not to.
+        with redirect_stderr(io.StringIO()):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except Exception as cause:
         raise CheckpointError(
             f"transformers can't load the model: {cause}", where=folder, fix="check that every weight file is whole"
