@@ -65,7 +65,8 @@ class StreamedDecoder:
             raise RecipeError("this model is quantized already", where=folder, fix="give the model it was made from")
         self.source = SafetensorsSource(folder)
         self.dtype: torch.dtype = getattr(self.config, "dtype", None) or torch.float32
-        self.model = meta_model(self.config, dtype=self.dtype)
+        # None is transformers' own choice, the one of a plain load: sdpa, or eager where softcapping needs it.
+        self.model = meta_model(self.config, dtype=self.dtype, attn_implementation=None)  # type: ignore[arg-type]
         for module in self.model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self.device))

@@ -36,7 +36,9 @@ _WRITTEN_ANEW = {"config.json", "README.md", "manifest.json", "verification.json
 def quantize_model(
     model_folder: Path, *, settings: QuantizeSettings, out: Path, seed: int, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Write the quantized model of ``model_folder`` to ``out`` (replaced when all is done) and return the report.
+    """Write the quantized model of ``model_folder`` to ``out`` (replaced when all is done).
+
+    Returns the totals of the report; ``quantization_report.json`` in ``out`` has an entry a layer besides.
 
     Same arguments, same machine: same bytes. A killed run goes on at its first unfinished block, and ends with the
     bytes of an undisturbed one. Raises RecipeError for what doesn't fit the model (before any calibration),
@@ -89,9 +91,8 @@ def quantize_model(
             "calibration": samples.counts if samples is not None else None,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "seconds": round(time.perf_counter() - started, 2),
-            "layers": report,
         }
-        write_json(folder / REPORT_NAME, summary)
+        write_json(folder / REPORT_NAME, {**summary, "layers": report})
     work.remove()
     return summary
 

@@ -8,8 +8,9 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from finetune.config.section import Section
+from finetune.config.size import parse_size
 from finetune.data.settings import DatasetSettings
-from finetune.errors import did_you_mean
+from finetune.errors import RecipeError, did_you_mean
 from finetune.quant import methods
 from finetune.quant.scheme import SCHEMES
 
@@ -42,7 +43,12 @@ class QuantizeSettings(Section):
     """Quantize the columns of the largest inputs first; costs nothing at inference."""
     true_sequential: bool = True
     """Within a block, let a layer's Hessian see the block's earlier layers already quantized."""
-    max_shard_size_bytes: int = Field(5_000_000_000, gt=0)
+    max_shard_size: str = "5GB"
+    """Size limit of one weight file of the result."""
+
+    @property
+    def max_shard_size_bytes(self) -> int:
+        return parse_size(self.max_shard_size, where="max_shard_size")
 
     @model_validator(mode="before")
     @classmethod
@@ -75,6 +81,15 @@ class QuantizeSettings(Section):
                 "asymmetric weights are refused, because plain transformers can't load their packed zero points "
                 "(they don't fit the shape that compressed-tensors prepares); leave `symmetric` true"
             )
+        return value
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _is_size(cls, value: str) -> str:
+        try:
+            parse_size(value, where="max_shard_size")
+        except RecipeError as cause:
+            raise ValueError(f"{cause.what}; {cause.fix}") from None
         return value
 
     @model_validator(mode="after")

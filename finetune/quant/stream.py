@@ -120,8 +120,8 @@ class BlockQuantizer:
     ) -> None:
         device = self.decoder.device
         layers = {name: _linear(block, name) for name in wanted}
-        first_row = Stream([stream.hidden[0][:1]], [None], stream.calls[:1], stream.dtype)
-        groups = shared_inputs(layers, lambda: list(first_row.forward(block, index, device)))
+        first_chunk = Stream(stream.hidden[:1], [None], stream.calls[:1], stream.dtype)
+        groups = shared_inputs(layers, lambda: list(first_chunk.forward(block, index, device)))
         unreached = set(wanted) - {name for group in groups for name in group}
         if unreached:
             raise RecipeError(
@@ -141,7 +141,7 @@ class BlockQuantizer:
                     layers[name].weight = nn.Parameter(stored_OI, requires_grad=False)
 
     def _hessians(
-        self, block: nn.Module, index: int, layers: dict[str, nn.Module], stream: Stream
+        self, block: nn.Module, index: int, layers: dict[str, nn.Linear], stream: Stream
     ) -> dict[str, Tensor]:
         sums = {name: HessianSum(layer.in_features, self.decoder.device) for name, layer in layers.items()}
         for position, mask_BS in enumerate(stream.masks):
@@ -173,6 +173,13 @@ class BlockQuantizer:
         """Quantize layers that read one input as one matrix: their rows don't see each other."""
         started = time.perf_counter()
         weights = {name: tensors[f"{name}.weight"].to(self.decoder.device, torch.float32) for name in group}
+        for name, weight_OI in weights.items():
+            if not torch.isfinite(weight_OI).all():
+                raise CheckpointError(
+                    f"the weight of {self.decoder.block_name(index)}.{name} holds NaN or infinity",
+                    where=self.decoder.folder,
+                    fix="fetch the model again, or train it again from a good checkpoint",
+                )
         result = METHODS[self.method].quantize(
             torch.cat(list(weights.values())),
             hessian_II,

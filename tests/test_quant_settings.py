@@ -1,0 +1,143 @@
+"""What a recipe may say about quantization, and which layers that means."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.config.section import parse_section
+from finetune.config.source import Source
+from finetune.errors import RecipeError
+from finetune.quant.decoder import StreamedDecoder
+from finetune.quant.layers import matches, target_layers
+from finetune.quant.scheme import scheme_with
+from finetune.quant.settings import QuantizeSettings
+from tests.tiny import tiny_llama
+
+CALIBRATION = {"data": [{"path": "rows.jsonl"}]}
+
+
+def parsed(**values: Any) -> QuantizeSettings:
+    return parse_section(QuantizeSettings, Source("recipe.yaml", values), (), values)
+
+
+def test_group_size_is_resolved_by_the_scheme() -> None:
+    assert parsed(calibration=CALIBRATION).resolved()["group_size"] == 128
+    assert parsed(scheme="w8a8", method="rtn").resolved()["group_size"] is None
+    assert parsed(scheme="w4a16", group_size=None, method="rtn").group_size is None
+    assert parsed(scheme="w4a16", group_size=64, method="rtn").group_size == 64
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"scheme": "w4a17", "method": "rtn"}, "w4a16"),
+        ({"method": "gptk", "calibration": CALIBRATION}, "gptq"),
+        ({"method": "gptq"}, "needs `calibration:`"),
+        ({"method": "rtn", "symmetric": False}, "asymmetric"),
+        ({"method": "rtn", "scheme": "w8a8", "group_size": 64}, "group_size"),
+        ({"method": "rtn", "group_sise": 64}, "group_size"),
+        ({"method": "rtn", "max_shard_size": "much"}, "5GB"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parsed(**values)
+    assert told in str(caught.value)
+
+
+def test_settings_and_schemes_are_read_without_torch() -> None:
+    code = (
+        "import sys; import finetune.quant.settings as quant; quant.QuantizeSettings(method='rtn');"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("down_proj", "model.layers.3.mlp.down_proj", True),
+        ("own_proj", "model.layers.3.mlp.down_proj", False),
+        ("mlp.down_proj", "model.layers.3.mlp.down_proj", False),
+        ("model.layers.1", "model.layers.1.mlp.down_proj", True),
+        ("model.layers.1", "model.layers.10.mlp.down_proj", False),
+        ("model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj", True),
+        ("*.layers.1.*", "model.layers.1.mlp.down_proj", True),
+        ("*.layers.1.*", "model.layers.10.mlp.down_proj", False),
+        ("re:model.layers.1", "model.layers.10.mlp.down_proj", False),
+        (r"re:.*\.layers\.(0|1)\..*", "model.layers.1.self_attn.q_proj", True),
+        (r"re:.*\.layers\.(0|1)\..*", "model.layers.11.self_attn.q_proj", False),
+    ],
+)
+def test_ignore_entries_compare_names_part_by_part(entry: str, name: str, expected: bool) -> None:
+    assert matches(entry, name) is expected
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StreamedDecoder]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "tied": StreamedDecoder(tiny_llama(folder / "tied", num_layers=11)),
+        "untied": StreamedDecoder(tiny_llama(folder / "untied", tied=False, intermediate_size=192)),
+    }
+
+
+INT4_G32 = scheme_with("w4a16", group_size=32)
+
+
+def test_targets_are_the_linear_layers_of_the_blocks(decoders: dict[str, StreamedDecoder]) -> None:
+    names = target_layers(decoders["tied"], INT4_G32, ["lm_head"])
+    assert len(names) == 11 * 7
+    fewer = target_layers(decoders["tied"], INT4_G32, ["lm_head", "model.layers.1", "down_proj"])
+    assert len(fewer) == 10 * 6
+    assert "model.layers.10.mlp.up_proj" in fewer
+    assert "model.layers.1.mlp.up_proj" not in fewer
+
+
+@pytest.mark.parametrize(
+    ("model", "ignore", "told"),
+    [
+        ("tied", ["lm_heed"], "did you mean `lm_head`"),
+        ("tied", ["lm_head", "layers.1.mlp.down_pro"], "down_proj"),
+        ("tied", [], "(tied)"),
+        ("untied", [], "put `lm_head` in `ignore`"),
+        ("tied", ["lm_head", "*_proj"], "no Linear layer is left"),
+        ("tied", ["lm_head", "re:("], "isn't a valid pattern"),
+    ],
+)
+def test_an_ignore_list_that_cannot_be_meant_is_refused(
+    decoders: dict[str, StreamedDecoder], model: str, ignore: list[str], told: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        target_layers(decoders[model], INT4_G32, ignore)
+    assert told in str(caught.value)
+
+
+def test_a_group_size_that_does_not_divide_names_the_layers_and_the_sizes_that_fit(
+    decoders: dict[str, StreamedDecoder],
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        target_layers(decoders["untied"], scheme_with("w4a16", group_size=128), ["lm_head"])
+    told = str(caught.value)
+    assert "model.layers.0.self_attn.q_proj (64 inputs)" in told
+    assert "group_size 16, 32, 64 fits" in told
+    ignore = ["lm_head", "*.self_attn.*", "gate_proj", "up_proj"]
+    with pytest.raises(RecipeError) as caught:
+        target_layers(decoders["untied"], scheme_with("w4a16", group_size=128), ignore)
+    assert "model.layers.1.mlp.down_proj (192 inputs)" in str(caught.value)
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        target_layers(StreamedDecoder(tmp_path), scheme_with("w4a16", group_size=16), ["lm_head"])
+    assert "no Linear layer" in str(caught.value)
+    assert "Conv1D" in str(caught.value)
