@@ -152,7 +152,7 @@ def test_tied_parameters_that_differ_are_refused(models: Path, tmp_path: Path) -
     other = state["model.model.embed_tokens.weight"].clone()
     other[3, 5] += 1e-6  # Less than bfloat16 can tell apart.
     checkpoint = save(tmp_path / "run", {**state, "model.lm_head.weight": other}, models / "tied")
-    with pytest.raises(CheckpointError, match="tied in config.json but differ"):
+    with pytest.raises(CheckpointError, match=r"tied in config\.json but differ"):
         consolidate(checkpoint, out=tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 

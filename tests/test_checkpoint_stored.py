@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import shutil
@@ -202,7 +203,7 @@ def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes]:
     for size in shape:
         inner = draw(st.sets(st.integers(1, size), max_size=2)) - {size}
         edges = [0, *sorted(inner), size]
-        cuts.append([(start, end - start) for start, end in zip(edges, edges[1:], strict=False)])
+        cuts.append([(start, end - start) for start, end in itertools.pairwise(edges)])
     boxes: Boxes = [((), ())]
     for spans in cuts:
         boxes = [((*o, start), (*s, size)) for o, s in boxes for start, size in spans]

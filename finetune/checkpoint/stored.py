@@ -11,7 +11,7 @@ import math
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -179,7 +179,7 @@ def read_piece(folder: Path, stored: StoredTensor, piece: Piece) -> torch.Tensor
     try:
         with path.open("rb") as stream:
             view = _create_file_view(stream, piece.start_bytes, piece.length_bytes)
-            box = torch.load(view, map_location="cpu", weights_only=True)
+            box = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
     except FileNotFoundError as cause:
         raise CheckpointError("a file of the checkpoint is missing", where=path, fix=_FIX) from cause
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, io.UnsupportedOperation) as cause:
