@@ -91,7 +91,7 @@ def load_model(
     """
     load_config(folder)
     try:
-        # compressed-tensors draws two progress bars a load, terminal or not, and can't be told not to.
+        # compressed-tensors draws progress bars at a load and at the first forward, terminal or not, unasked.
         with redirect_stderr(io.StringIO()):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -115,7 +115,12 @@ def load_model(
                 where=folder,
                 fix="the weight files and config.json must belong to one model",
             )
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    if getattr(model.config, "quantization_config", None) is not None:
+        with redirect_stderr(io.StringIO()), torch.inference_mode():
+            # Packed weights are unpacked here, at the first forward.
+            model(torch.zeros((1, 1), dtype=torch.int64, device=device))
+    return model
 
 
 def meta_model(
