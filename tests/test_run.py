@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,14 @@ def test_killed_ranks_and_workers_leave_nothing_behind_but_time(finished: Path, 
     assert "pretrain: done before" in last.stderr
     for stage in ("pretrain", "sft", "int4", "export"):
         assert weights(run, stage) == weights(finished, stage), stage
+
+
+def test_ranks_started_by_torchrun_train_the_same_model(finished: Path, project: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["-m", "finetune", "run", "recipes/llama_sft.yaml", "--set", "name=joined", "--until", "sft"]
+    done = subprocess.run(
+        [*torchrun, *arguments], cwd=project, capture_output=True, text=True, timeout=300, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("sft: starts") == 1
+    assert weights(project / "outputs/joined", "sft") == weights(finished, "sft")
