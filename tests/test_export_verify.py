@@ -207,6 +207,22 @@ def test_one_wrong_scale_or_weight_fails_against_the_probe(spoil: Callable[..., 
         verify_folder(folder, fresh_process=False)
 
 
+def test_a_w8a8_probe_of_rounded_activations_only_tells_coarse_faults(spoil: Callable[..., Path]) -> None:
+    folder = spoil("w8a8")
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    ids = probe_input_ids(model.config.vocab_size)
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([ids])).logits[0]
+    write_probe(folder, ids, logits_TV)
+    probe = check_load(folder)["probe"]
+    assert probe["rms_tolerance"] == 1.0
+    # The stored bfloat16 against float32: rounding of activations makes that more than either's own error.
+    assert probe["rms_difference"] > 0.01
+    write_probe(folder, ids, logits_TV, float_activations=True)
+    with pytest.raises(CheckpointError, match="isn't the one that was made"):
+        check_load(folder)
+
+
 def test_quantization_config_must_fit_the_tensors(exported: dict[str, Path]) -> None:
     for name, changes in {
         "w4a16": {

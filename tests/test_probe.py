@@ -74,6 +74,15 @@ def test_the_coarser_dtype_decides_the_tolerance(tmp_path: Path) -> None:
     assert check_probe(tmp_path, other_TV)["agrees"]
 
 
+def test_quantized_activations_leave_the_coarsest_tolerance(tmp_path: Path) -> None:
+    logits_TV = random_logits()
+    write_probe(tmp_path, list(range(32)), logits_TV)
+    noisy_TV = logits_TV + 0.6 * logits_TV.std() * torch.randn(logits_TV.shape)
+    assert not check_probe(tmp_path, noisy_TV)["agrees"]
+    assert check_probe(tmp_path, noisy_TV, quantized_activations=True)["agrees"]
+    assert not check_probe(tmp_path, logits_TV.flip(0), quantized_activations=True)["agrees"]
+
+
 def test_random_weights_fail_in_every_dtype(tmp_path: Path) -> None:
     for dtype in TOLERANCES:
         write_probe(tmp_path, list(range(32)), random_logits().to(dtype))

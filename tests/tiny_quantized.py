@@ -9,7 +9,7 @@ from typing import Any
 def tiny_quantized(source: Path, out: Path, *, scheme: str, group_size: int = 32, max_shard_size: str = "5GB") -> Path:
     """Quantize the Linear layers of ``source`` but the head, round to nearest: scheme ``w4a16``, ``w8a16`` or ``w8a8``.
 
-    ``out`` gets a probe of the float32 logits of the fake-quantized model.
+    ``out`` gets a probe of the float32 logits of the model with fake-quantized weights and float activations.
     """
     import torch
     from compressed_tensors.compressors import ModelCompressor
@@ -43,7 +43,13 @@ def tiny_quantized(source: Path, out: Path, *, scheme: str, group_size: int = 32
                 # The scale as it will be stored, so that the probe and the file agree.
                 module.weight_scale.data = scale.to(stored_dtype).float()
         ids = probe_input_ids(model.config.vocab_size)
+        applied = [module.quantization_scheme for module in model.modules() if hasattr(module, "weight_scale")]
+        activations = [one.input_activations for one in applied]
+        for one in applied:
+            one.input_activations = None
         logits_TV = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        for one, arguments in zip(applied, activations, strict=True):
+            one.input_activations = arguments
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
@@ -53,5 +59,5 @@ def tiny_quantized(source: Path, out: Path, *, scheme: str, group_size: int = 32
     model.save_pretrained(out, max_shard_size=max_shard_size)
     compressor.update_config(str(out))
     AutoTokenizer.from_pretrained(source).save_pretrained(out)
-    write_probe(out, ids, logits_TV)
+    write_probe(out, ids, logits_TV, float_activations=scheme == "w8a8")
     return out

@@ -23,34 +23,62 @@ from finetune.model.probe import check_probe, probe_input_ids, read_probe
 def check_load(folder: Path) -> dict[str, Any]:
     """Load ``folder`` with plain transformers on the CPU and run it.
 
-    Loaded first in the dtype it is stored in, then, where the probe was computed in another, in that one: float32
-    logits tell far smaller faults than bfloat16 ones. Returns {"dtype", "probe": figures or None}.
+    Loaded first as it is stored, which must give finite logits; then, where the probe was computed otherwise, as the
+    probe was: in float32, whose logits tell far smaller faults than bfloat16 ones, and with activations left in floats
+    where the scheme quantizes them. Returns {"dtype" (as stored), "probe": figures of ``check_probe``, None without}.
     Raises CheckpointError for a folder that doesn't load whole, logits that aren't finite or differ from the probe.
     """
     probe = read_probe(folder)
     config = load_config(folder)
     input_ids = probe.input_ids if probe else probe_input_ids(config.get_text_config().vocab_size)
-    model = load_model(folder, dtype="auto", device="cpu")  # type: ignore[arg-type]
-    dtype = model.dtype
-    report: dict[str, Any] = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "probe": _compare(folder, model, input_ids, has_probe=probe is not None),
-    }
-    if probe and getattr(torch, probe.dtype) != dtype:
+    model: Any = load_model(folder, dtype="auto", device="cpu")  # type: ignore[arg-type]
+    stored_dtype = model.dtype
+    logits_TV = _logits(folder, model, input_ids)
+    report: dict[str, Any] = {"dtype": str(stored_dtype).removeprefix("torch."), "probe": None}
+    if probe is None:
+        return report
+    probe_dtype = getattr(torch, probe.dtype)
+    rounds_activations = quantizes_activations(config)
+    if rounds_activations and not probe.float_activations:
+        report["probe"] = _require_agreement(folder, logits_TV, quantized_activations=True)
+        return report
+    if rounds_activations or probe_dtype != stored_dtype:
         del model
-        model = load_model(folder, dtype=getattr(torch, probe.dtype), device="cpu")
-        report["probe"] = _compare(folder, model, input_ids, has_probe=True)
+        model = load_model(folder, dtype=probe_dtype, device="cpu")
+        if rounds_activations:
+            _leave_activations(model)
+        logits_TV = _logits(folder, model, input_ids)
+    report["probe"] = _require_agreement(folder, logits_TV)
     return report
 
 
+def quantizes_activations(config: Any) -> bool:
+    """Whether a config's quantization scheme rounds the inputs of some layer."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    groups = quantization.get("config_groups") or {} if isinstance(quantization, dict) else {}
+    return any(group.get("input_activations") for group in groups.values())
+
+
+def _leave_activations(model: torch.nn.Module) -> None:
+    """Switch compressed-tensors' rounding off; what is left to round in a loaded model is activations.
+
+    Loading with ``dequantize=True`` would leave them too, but computes the weights in the scales' bfloat16.
+    """
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            setattr(module, "quantization_enabled", False)  # noqa: B010 (mypy takes it for a Module's child)
+
+
 @torch.inference_mode()
-def _compare(folder: Path, model: Any, input_ids: list[int], *, has_probe: bool) -> dict[str, Any] | None:
-    logits_TV = model(input_ids=torch.tensor([input_ids]), use_cache=False).logits[0]
+def _logits(folder: Path, model: Any, input_ids: list[int]) -> torch.Tensor:
+    logits_TV: torch.Tensor = model(input_ids=torch.tensor([input_ids]), use_cache=False).logits[0]
     if not torch.isfinite(logits_TV).all():
         raise CheckpointError("the loaded model's logits aren't finite", where=folder, fix="make the model again")
-    if not has_probe:
-        return None
-    figures = check_probe(folder, logits_TV)
+    return logits_TV
+
+
+def _require_agreement(folder: Path, logits_TV: torch.Tensor, *, quantized_activations: bool = False) -> dict[str, Any]:
+    figures = check_probe(folder, logits_TV, quantized_activations=quantized_activations)
     if not figures["agrees"]:
         raise CheckpointError(
             f"the loaded model isn't the one that was made: its logits ({str(logits_TV.dtype).removeprefix('torch.')}) "
