@@ -20,6 +20,7 @@ from finetune.checkpoint.commit import (
     prune_checkpoints,
     save_checkpoint,
 )
+from finetune.data.holdout import hold_out
 from finetune.data.loader import Batch, StepLoader
 from finetune.data.tokens import TokenDataset, tokenize_dataset
 from finetune.engine.build import build_engine, needs_process_group
@@ -71,6 +72,8 @@ def train(
         config, tokenizer = load_config(model_folder), load_tokenizer(model_folder)
         require_exact_attention(config, max_seq_length=settings.max_seq_length, packing=settings.packing)
         dataset, eval_dataset = _tokenize(settings, tokenizer, config, show_progress=rank == 0)
+        if settings.eval_rows is not None:
+            dataset, eval_dataset = hold_out(dataset, num_rows=settings.eval_rows, seed=seed)
         pad_token_id = _pad_token_id(tokenizer)
         loader = StepLoader(
             dataset,

@@ -15,6 +15,7 @@ _FREE = {
     "save_every_steps",
     "keep_checkpoints",
     "eval_data",
+    "eval_rows",
     "eval_every_steps",
     "dtype",
     "max_shard_size",

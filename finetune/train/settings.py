@@ -52,6 +52,8 @@ class TrainSettings(Section):
     """Checkpoints to keep; older ones are removed once a newer one is verified."""
     eval_data: list[DatasetSettings] = Field(default_factory=list)
     """Held-out data; its loss is taken before the first step and after the last."""
+    eval_rows: int | None = Field(None, ge=1)
+    """Instead of ``eval_data``: how many rows of ``data``, chosen by the seed, to hold out and not train on."""
     eval_every_steps: int | None = Field(None, ge=1)
     """Steps between held-out losses, besides the first and the last."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
@@ -67,9 +69,11 @@ class TrainSettings(Section):
         return value
 
     @model_validator(mode="after")
-    def _has_an_end(self) -> TrainSettings:
+    def _fits_together(self) -> TrainSettings:
         if self.epochs is None and self.max_steps is None:
             raise ValueError("give `epochs` or `max_steps`")
+        if self.eval_rows is not None and self.eval_data:
+            raise ValueError("give `eval_data` or `eval_rows`, not both")
         return self
 
     @property

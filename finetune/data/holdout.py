@@ -1,0 +1,28 @@
+"""Set some rows of a data set aside, for a held-out loss on the same kind of data."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from finetune.data.tokens import TokenDataset
+from finetune.errors import DataError
+
+
+def hold_out(dataset: TokenDataset, *, num_rows: int, seed: int) -> tuple[TokenDataset, TokenDataset]:
+    """(rows to train on, ``num_rows`` held-out rows), each in the order of ``dataset``; which ones depends on ``seed``.
+
+    Raises DataError when nothing would be left to train on. A document that was split into rows can lie in both parts.
+    """
+    if num_rows >= len(dataset.rows):
+        raise DataError(
+            f"{num_rows} rows are to be held out of {len(dataset.rows)}",
+            where="eval_rows",
+            fix=f"set eval_rows below {len(dataset.rows)}",
+        )
+    # A stream of its own: the loader shuffles with the same seed.
+    chosen = np.random.default_rng((seed, 0x0E7A1)).permutation(len(dataset.rows))[:num_rows]
+    held = set(chosen.tolist())
+    kept_rows = [row for index, row in enumerate(dataset.rows) if index not in held]
+    held_rows = [row for index, row in enumerate(dataset.rows) if index in held]
+    counts = {**dataset.counts, "held_out": num_rows}
+    return TokenDataset(kept_rows, counts), TokenDataset(held_rows, dict(dataset.counts))
