@@ -209,10 +209,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_peak_memory_is_one_output_file(models: Path, tmp_path: Path) -> None:
-    """A model of 75 MB in files of 4 MB; its whole stored state is 450 MB."""
+    """A model of 57 MB in files of 4 MB, stored as 113 MB of float32."""
     small = save(tmp_path / "small-run", weights(models / "untied"), models / "untied")
-    model = tiny_llama(tmp_path / "large", tied=False, hidden_size=512, intermediate_size=1536, num_layers=11)
-    large = save(tmp_path / "large-run", weights(model), model)
+    model = tiny_llama(tmp_path / "large", tied=False, hidden_size=512, intermediate_size=1536, num_layers=9)
+    large = save_checkpoint(tmp_path / "large-run", step=1, state=weights(model), extra={}, model_files=model)
     result = subprocess.run(
         [sys.executable, "-c", _PEAK, str(small), str(large), str(tmp_path)],
         capture_output=True,
@@ -221,7 +221,7 @@ def test_peak_memory_is_one_output_file(models: Path, tmp_path: Path) -> None:
         cwd=Path(__file__).parents[1],
     )
     num_bytes = sum(path.stat().st_size for path in (tmp_path / "large").glob("*.safetensors"))
-    assert num_bytes > 60_000_000
+    assert num_bytes > 55_000_000
     grown_bytes = int(result.stdout.splitlines()[-1]) * 1024
     # One file, one piece in float32, and what the allocator and the page tables keep.
     assert grown_bytes < 30_000_000

@@ -63,8 +63,8 @@ def test_replicated_tensors_are_stored_once(saved: Path) -> None:
 
 
 def test_a_save_of_a_tiny_model_is_quick(saved: Path) -> None:
-    # 0.07 s on two idle cores; the limit leaves room for busy ones.
-    assert seen(saved, "save", 0)["save_seconds"][0] < 0.5
+    # The best of five takes about 0.15 s on two busy cores, a bare DCP save 0.12 s; far more is a sync of all disks.
+    assert seen(saved, "save", 0)["save_seconds"][0] < 1.0
 
 
 def test_ranks_that_disagree_are_refused(saved: Path) -> None:

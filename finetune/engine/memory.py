@@ -145,8 +145,8 @@ def predict_memory(
     ``packing``: rows hold several documents, so attention runs under a mask. Raises RecipeError for a model that can't
     be sharded by block.
     """
-    model = meta_model(config)
-    size = ModelSize.of(model)
+    # Only sizes matter here, and eager is what every model has.
+    size = ModelSize.of(meta_model(config, attn_implementation="eager"))
     compute_bytes = 2 if mixed_precision == "bf16" else 4
     engine, reason = choose_engine(zero, world_size=world_size, device=device)
     offloads = zero.offload.parameters == "cpu" and device == "cuda"
@@ -314,7 +314,7 @@ def predict_disk(
 
     One checkpoint more than is kept stands there while the next is written.
     """
-    size = ModelSize.of(meta_model(config))
+    size = ModelSize.of(meta_model(config, attn_implementation="eager"))
     return DiskPlan(
         checkpoint_bytes=12 * size.total + size.buffer_bytes,
         num_checkpoints=keep_checkpoints + 1,
