@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from finetune.quant.activations import HessianSum, fake_quantize_tokens
 from finetune.quant.methods import METHODS, QuantizedWeight
-from finetune.quant.methods.gptq import inverse_cholesky
+from finetune.quant.methods.gptq import _descend, inverse_cholesky
 from finetune.quant.scales import dequantize, extreme_scales, relative_error, round_to_codes, searched_scales
 from finetune.quant.scheme import SCHEMES, ActivationArgs, scheme_with
 from finetune.quant.writers.compressed_tensors import pack_codes, unpack_codes
@@ -107,6 +107,29 @@ def test_gptq_keeps_the_outputs_better_than_rounding() -> None:
     assert measured == pytest.approx(error_of(weight_OI, gptq, hessian_II), rel=1e-3)
 
 
+def test_no_single_code_can_be_improved_any_more_after_enough_descent() -> None:
+    """And no pass makes the error larger."""
+    hessian_II, weight_OI = hessian_of(correlated_inputs(1024, 48)), weight_of(16, 48)
+    scale_IO = extreme_scales(weight_OI, INT4_G16, torch.float32).T.repeat_interleave(16, 0)
+    codes_IO = (weight_OI.T / scale_IO).round().clamp(-8, 7)
+
+    def error(codes_IO: Tensor) -> Tensor:
+        lost_IO = weight_OI.T - codes_IO * scale_IO
+        return (lost_IO * (hessian_II @ lost_IO)).sum(0)
+
+    errors = [error(codes_IO)]
+    for _ in range(30):
+        _descend(weight_OI.T, codes_IO, scale_IO, hessian_II, INT4_G16)
+        errors.append(error(codes_IO))
+        assert (errors[-1] <= errors[-2] * (1 + 1e-4)).all()
+    assert errors[-1].sum() < 0.6 * errors[0].sum()
+    for index in range(0, 48, 5):
+        for step in (-1, 1):
+            moved_IO = codes_IO.clone()
+            moved_IO[index] = (moved_IO[index] + step).clamp(-8, 7)
+            assert (error(moved_IO) >= errors[-1] * (1 - 1e-4)).all()
+
+
 def test_gptq_without_act_order_goes_left_to_right() -> None:
     """One group and the identity as Hessian: no column has anything to make up for, in whatever order."""
     weight_OI, hessian_II = weight_of(8, 16), torch.eye(16)
@@ -185,6 +208,7 @@ def test_hessian_of_bfloat16_inputs_is_a_float32_sum_of_exact_products() -> None
     assert (total.mean() - exact_II).abs().max() < 2e-6 * exact_II.abs().max()
 
 
+@settings(deadline=None)
 @given(st.sampled_from([4, 8]), st.integers(1, 5), st.integers(1, 70), st.integers(0, 2**31))
 def test_packed_codes_are_what_compressed_tensors_packs(num_bits: int, rows: int, columns: int, seed: int) -> None:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32

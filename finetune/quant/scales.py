@@ -7,8 +7,8 @@ from torch import Tensor
 
 from finetune.quant.scheme import WeightArgs
 
-ROW_CHUNK_ELEMENTS = 2**20
-"""Rows are searched in slices of about this many weights, so that a slice stays in the processor's cache."""
+ROW_CHUNK_ELEMENTS = 2**18
+"""Weights searched at once, in whole rows: 1 MiB stays in a core's cache, 4 MiB took four times as long."""
 
 
 def grouped(weight_OI: Tensor, weights: WeightArgs) -> Tensor:

@@ -2,7 +2,8 @@
 
 Columns go in the order of their input's energy (act-order); scales are fixed before the first column is rounded
 (static groups), so the order leaves no trace in the file. Scales come from a clip search weighted by the Hessian's
-diagonal: on a 135M model it lowered perplexity more than anything else that was tried.
+diagonal. Afterwards each code is chosen again, given all others: cyclic coordinate descent on the same error, as in
+CDQuant (Nair and Suggala, 2024, arXiv:2406.17542).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from finetune.quant.scheme import WeightArgs
 
 COLUMN_BLOCK = 128
 """Columns rounded before their error is passed on to all later ones in one matrix product."""
+DESCENT_PASSES = 2
+"""Of coordinate descent over all columns; each costs what GPTQ itself does. On a 135M model at int4 in groups of 64,
+calibrated on 32 x 512 tokens, two took the perplexity from 20.15 to 19.90 (18.0 unquantized)."""
 CLIP_RATIOS = [1.15 - 0.025 * step for step in range(27)]
 """1.15 down to 0.5 of the unclipped scale; above 1 helps where the scale's sign is turned (8 / 7 = 1.143)."""
 
@@ -40,11 +44,16 @@ def quantize_gptq(
     # An input that is always zero says nothing about its weights: let a sliver of the mean keep them in the search.
     scale_OG, clip = searched_scales(weight_OI, energy_I + 1e-4 * energy_I.mean(), weights, scale_dtype, CLIP_RATIOS)
     order_I = torch.argsort(energy_I, descending=True, stable=True) if act_order else torch.arange(len(energy_I))
-    upper_II, damp_used = inverse_cholesky(hessian_II[order_I][:, order_I], damp=damp)
-    group_of_I = order_I // (weight_OI.shape[1] // scale_OG.shape[1])
-    codes_IO = _round_columns(weight_OI.T[order_I], scale_OG.float().T[group_of_I], upper_II, weights)
+    ordered_II = hessian_II[order_I][:, order_I]
+    upper_II, damp_used = inverse_cholesky(ordered_II, damp=damp)
+    weight_IO = weight_OI.T[order_I].contiguous()
+    scale_IO = scale_OG.float().T[order_I // (weight_OI.shape[1] // scale_OG.shape[1])].contiguous()
+    codes_IO = _round_columns(weight_IO, scale_IO, upper_II, weights)
+    ordered_II.diagonal().add_(damp_used * energy_I.mean())
+    for _ in range(DESCENT_PASSES if energy_I.any() else 0):
+        _descend(weight_IO, codes_IO, scale_IO, ordered_II, weights)
     codes_OI = torch.empty_like(weight_OI, dtype=torch.int8)
-    codes_OI[:, order_I] = codes_IO.T
+    codes_OI[:, order_I] = codes_IO.T.to(torch.int8)
     return QuantizedWeight(codes=codes_OI, scale=scale_OG, damp=damp_used, clip=clip)
 
 
@@ -70,9 +79,9 @@ def inverse_cholesky(hessian_II: Tensor, *, damp: float) -> tuple[Tensor, float]
 
 
 def _round_columns(weight_IO: Tensor, scale_IO: Tensor, upper_II: Tensor, weights: WeightArgs) -> Tensor:
-    """int8 codes_IO; inputs lie along the rows here, so that one input's weights are contiguous."""
-    rest_IO = weight_IO.contiguous().clone()
-    codes_IO = torch.empty_like(rest_IO, dtype=torch.int8)
+    """codes_IO, whole numbers in float32; inputs lie along the rows, so that one input's weights are contiguous."""
+    rest_IO = weight_IO.clone()
+    codes_IO = torch.empty_like(rest_IO)
     num_inputs = len(rest_IO)
     for start in range(0, num_inputs, COLUMN_BLOCK):
         end = min(start + COLUMN_BLOCK, num_inputs)
@@ -86,6 +95,31 @@ def _round_columns(weight_IO: Tensor, scale_IO: Tensor, upper_II: Tensor, weight
             rest_IO[index + 1 : end].addr_(upper_II[index, index + 1 : end], error_O, alpha=-1)
         rest_IO[end:].addmm_(upper_II[start:end, end:].T, error_BO, alpha=-1)
     return codes_IO
+
+
+def _descend(weight_IO: Tensor, codes_IO: Tensor, scale_IO: Tensor, hessian_II: Tensor, weights: WeightArgs) -> None:
+    """Set each column of ``codes_IO`` in turn to its best codes while all others stay: the error never grows.
+
+    ``slope_IO`` is H (W - Q), the error's downhill slope, kept up to date column by column inside a block and by one
+    matrix product a block outside it. ``hessian_II`` is the damped one.
+    """
+    slope_IO = hessian_II @ (weight_IO - codes_IO * scale_IO)
+    num_inputs = len(weight_IO)
+    for start in range(0, num_inputs, COLUMN_BLOCK):
+        end = min(start + COLUMN_BLOCK, num_inputs)
+        change_BO = torch.empty_like(slope_IO[start:end])
+        for index in range(start, end):
+            scale_O = scale_IO[index]
+            step_O = slope_IO[index] / (hessian_II[index, index] * scale_O)
+            code_O = (codes_IO[index] + step_O).round_().clamp_(weights.code_min, weights.code_max)
+            change_O = (code_O - codes_IO[index]) * scale_O
+            codes_IO[index] = code_O
+            change_BO[index - start] = change_O
+            slope_IO[index + 1 : end].addr_(hessian_II[index + 1 : end, index], change_O, alpha=-1)
+        # Rows of the block have seen the changes of the columns before them, not yet their own and later ones.
+        slope_IO[start:end].addmm_(hessian_II[start:end, start:end].triu(), change_BO, alpha=-1)
+        slope_IO[:start].addmm_(hessian_II[:start, start:end], change_BO, alpha=-1)
+        slope_IO[end:].addmm_(hessian_II[end:, start:end], change_BO, alpha=-1)
 
 
 METHODS.register("gptq")(QuantMethod(needs_calibration=True, quantize=quantize_gptq))
