@@ -199,7 +199,9 @@ def test_a_killed_rank_and_the_same_command_again_equal_one_process(model, data,
         seed=5,
         folder=tmp_path / "one",
     )
-    arguments = ["-m", "tests.training", "train", str(plain), str(data), str(folder), "3"]
+    settings = train_settings(data, gradient_accumulation_steps=1, max_steps=30, mixed_precision="fp32")
+    (tmp_path / "settings.json").write_text(settings.model_dump_json())
+    arguments = ["-m", "tests.training", "train", str(plain), str(tmp_path / "settings.json"), str(folder), "3"]
 
     def kill_one_rank():
         while len(read_metrics(folder / "metrics.jsonl")) < 3:

@@ -102,9 +102,9 @@ def whole_state(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def train_settings(data: Path, **changes: Any) -> TrainSettings:
+def train_settings(data_file: Path, **changes: Any) -> TrainSettings:
     settings = {
-        "data": [{"path": str(data), "format": "text"}],
+        "data": [{"path": str(data_file), "format": "text"}],
         "max_seq_length": 32,
         "max_steps": 6,
         "micro_batch_size": 1,
@@ -152,10 +152,10 @@ def main(arguments: list[str]) -> None:
         if verb == "engines":
             _engines(Path(model), Path(rest[0]), rank, world_size)
             return
-        data, folder, stage = rest
+        settings, folder, stage = rest
         train(
             model_folder=Path(model),
-            settings=train_settings(Path(data), gradient_accumulation_steps=1, max_steps=30, mixed_precision="fp32"),
+            settings=TrainSettings.model_validate_json(Path(settings).read_text()),
             zero=ZeroSettings.model_validate({"stage": int(stage)}),
             launch_device="cpu",
             seed=5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from finetune.engine.protocol import AdamWSettings
 
 SLICE_ELEMENTS = 1 << 22
 """Elements stepped by one call: a gradient that is kept in bfloat16 becomes float32 for 16 MiB at a time."""
+
+NORM_ELEMENTS = 1 << 16
 
 
 @dataclass
@@ -71,7 +74,7 @@ class AdamW:
         ``grads`` hold one tensor a master, of its shape and any float dtype; float32 ones are overwritten.
         ``after(index, part, master_N)`` is called for each stepped part while it is still in the cache.
         """
-        self.step_count += 1
+        counts = {device: self.step_count.to(device) for device in {part.device for part in self.exp_avgs}}
         flats = [None if grad is None else grad.reshape(-1) for grad in grads]
         grad_scale = None
         for weight_decay, group in self._groups:
@@ -88,8 +91,8 @@ class AdamW:
                 [part.exp_avg for part in present],
                 [part.exp_avg_sq for part in present],
                 [],
-                # The kernel counts the step itself, so each call gets its own copy of the count before it.
-                [(self.step_count - 1).to(device) for _ in present],
+                # The kernel counts the step itself, in each of these.
+                [counts[device].clone() for _ in present],
                 fused=True,
                 grad_scale=grad_scale,
                 amsgrad=False,
@@ -103,6 +106,7 @@ class AdamW:
             if after is not None:
                 for part in present:
                     after(part.parameter, slice(part.start, part.start + part.master.numel()), part.master)
+        self.step_count += 1
 
     @staticmethod
     def _grad_part(flats: Sequence[Tensor | None], part: _Slice) -> Tensor:
@@ -112,11 +116,29 @@ class AdamW:
 
 
 def squared_norm(tensors: Sequence[Tensor | None]) -> float:
-    """Sum of squares over all tensors, accumulated in float32 within a tensor and in float64 between them."""
-    norms = [torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors if t is not None and t.numel()]
-    return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+    """Sum of squares over all tensors: in float32 over 65,536 elements at a time, in float64 between those.
+
+    A single float32 sum over a 28M-element embedding is off by 1e-5.
+    """
+    norms = []
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        flat = tensor.reshape(-1)
+        whole = flat.numel() - flat.numel() % NORM_ELEMENTS
+        for part in (flat[:whole].view(-1, NORM_ELEMENTS), flat[None, whole:]):
+            if part.numel():
+                norms.append(torch.linalg.vector_norm(part, dim=1, dtype=torch.float32))
+    return float(torch.cat(norms).double().square().sum()) if norms else 0.0
 
 
 def clip_coefficient(grad_norm: float, max_norm: float) -> float:
-    """What the gradient is multiplied by so that its norm is at most ``max_norm``."""
-    return min(1.0, max_norm / grad_norm) if grad_norm > 0 else 1.0
+    """What the gradient is multiplied by so that its norm is at most ``max_norm``.
+
+    Rounded down to 12 bits: the norm's last bits depend on how many ranks summed it, and in bfloat16 compute one flipped
+    bit of a weight grows to a loss that differs by 1e-3 within four steps of a 135M model.
+    """
+    if grad_norm <= max_norm:
+        return 1.0
+    mantissa, exponent = math.frexp(max_norm / grad_norm)
+    return math.ldexp(math.floor(mantissa * 4096) / 4096, exponent)
