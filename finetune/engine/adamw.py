@@ -15,7 +15,7 @@ from finetune.engine.protocol import AdamWSettings
 SLICE_ELEMENTS = 1 << 22
 """Elements stepped by one call: a gradient that is kept in bfloat16 becomes float32 for 16 MiB at a time."""
 
-NORM_ELEMENTS = 1 << 16
+NORM_ELEMENTS = 1 << 12
 
 
 @dataclass
@@ -116,7 +116,7 @@ class AdamW:
 
 
 def squared_norm(tensors: Sequence[Tensor | None]) -> float:
-    """Sum of squares over all tensors: in float32 over 65,536 elements at a time, in float64 between those.
+    """Sum of squares over all tensors: in float32 over 4,096 elements at a time, in float64 between those.
 
     A single float32 sum over a 28M-element embedding is off by 1e-5.
     """
@@ -135,7 +135,7 @@ def squared_norm(tensors: Sequence[Tensor | None]) -> float:
 def clip_coefficient(grad_norm: float, max_norm: float) -> float:
     """What the gradient is multiplied by so that its norm is at most ``max_norm``.
 
-    Rounded down to 12 bits: the norm's last bits depend on how many ranks summed it, and in bfloat16 compute one flipped
+    Rounded down to 12 bits: the norm depends in its last bits on how many ranks summed it, and in bfloat16 one flipped
     bit of a weight grows to a loss that differs by 1e-3 within four steps of a 135M model.
     """
     if grad_norm <= max_norm:
