@@ -2,8 +2,8 @@
 
     python bench/quantize.py --model FOLDER --calibration FILE --text FILE --peer-python PYTHON --out FOLDER
 
-Every run is a process of its own; one evaluator (plain transformers) reads all results. Memory is the peak over what the
-imports took. Prints a Markdown table and writes OUT/results.json; runs found there are not repeated.
+Every run is a process of its own; one evaluator (plain transformers) reads all results. Memory is the peak over what
+the imports took. Prints a Markdown table and writes OUT/results.json; runs found there are not repeated.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class HessianSum:
 
     def add(self, hidden_BSI: Tensor, mask_BS: Tensor | None) -> None:
         """Add the tokens that ``mask_BS`` keeps (all of them where it is None)."""
-        hidden_NI = hidden_BSI.flatten(0, -2) if mask_BS is None else hidden_BSI[mask_BS]
+        hidden_NI = hidden_BSI.flatten(0, -2) if mask_BS is None else hidden_BSI[mask_BS.to(hidden_BSI.device)]
         self.num_tokens += len(hidden_NI)
         with exact_products(hidden_NI.dtype):
             hidden_NI = hidden_NI.float()

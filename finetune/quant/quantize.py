@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import finetune
 from finetune.errors import RecipeError
 from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json, write_json
 from finetune.model.probe import probe_input_ids, write_probe
@@ -165,6 +166,6 @@ def _fingerprint(decoder: StreamedDecoder, settings: QuantizeSettings, samples: 
             "weights": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
             "settings": settings.resolved(),
             "samples": None if samples is None else samples.input_ids.tolist(),
-            "versions": [torch.__version__, str(decoder.device), torch.get_num_threads()],
+            "versions": [finetune.__version__, torch.__version__, str(decoder.device), torch.get_num_threads()],
         }
     )

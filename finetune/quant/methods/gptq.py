@@ -43,7 +43,11 @@ def quantize_gptq(
     energy_I = hessian_II.diagonal()
     # An input that is always zero says nothing about its weights: let a sliver of the mean keep them in the search.
     scale_OG, clip = searched_scales(weight_OI, energy_I + 1e-4 * energy_I.mean(), weights, scale_dtype, CLIP_RATIOS)
-    order_I = torch.argsort(energy_I, descending=True, stable=True) if act_order else torch.arange(len(energy_I))
+    order_I = (
+        torch.argsort(energy_I, descending=True, stable=True)
+        if act_order
+        else torch.arange(len(energy_I), device=energy_I.device)
+    )
     ordered_II = hessian_II[order_I][:, order_I]
     upper_II, damp_used = inverse_cholesky(ordered_II, damp=damp)
     weight_IO = weight_OI.T[order_I].contiguous()
@@ -65,7 +69,7 @@ def inverse_cholesky(hessian_II: Tensor, *, damp: float) -> tuple[Tensor, float]
     """
     mean = hessian_II.diagonal().mean()
     if mean == 0:
-        return torch.eye(len(hessian_II)), damp
+        return torch.eye(len(hessian_II), device=hessian_II.device), damp
     while damp <= 100:
         damped_II = hessian_II.clone()
         damped_II.diagonal().add_(damp * mean)
