@@ -26,12 +26,12 @@ def problem(dtype=torch.float32):
     return hidden_BSH, weight_VH, targets_BS
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 150, 10**6])
+@pytest.mark.parametrize("block_elements", [1, 150, 10**6])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_loss_and_gradients_equal_those_of_whole_logits(transform, chunk_elements):
+def test_loss_and_gradients_equal_those_of_whole_logits(transform, block_elements):
     hidden, weight, targets = problem()
     loss = chunked_cross_entropy(
-        hidden, weight, targets, denominator=5.0, transform=transform, chunk_elements=chunk_elements
+        hidden, weight, targets, denominator=5.0, transform=transform, block_elements=block_elements
     )
     grads = torch.autograd.grad(loss, (hidden, weight))
     logits = (hidden @ weight.T) * transform.scale
@@ -50,11 +50,20 @@ def test_the_gradient_is_scaled_by_what_comes_from_above():
     torch.testing.assert_close(tripled, 3 * plain)
 
 
-def test_bfloat16_chunks_add_up_in_float32():
+def test_the_parts_of_a_softmax_are_those_of_the_whole(monkeypatch):
+    hidden, weight, targets = problem()
+    whole = chunked_cross_entropy(hidden, weight, targets, denominator=1.0)
+    monkeypatch.setattr("finetune.train.loss.SOFTMAX_ELEMENTS", 150)
+    parts = chunked_cross_entropy(hidden, weight, targets, denominator=1.0)
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(parts, weight), torch.autograd.grad(whole, weight))
+
+
+def test_bfloat16_blocks_add_up_in_float32():
     hidden, weight, targets = problem(torch.bfloat16)
     one, many = (
         torch.autograd.grad(
-            chunked_cross_entropy(hidden, weight, targets, denominator=4.0, chunk_elements=size), weight
+            chunked_cross_entropy(hidden, weight, targets, denominator=4.0, block_elements=size), weight
         )[0]
         for size in (10**6, 50)
     )
@@ -89,7 +98,7 @@ def test_the_logits_are_never_whole():
     weight = torch.randn(501, 4, requires_grad=True)
     targets = torch.randint(0, 501, (4, 32))
     with LargestLogits(501) as recorded:
-        chunked_cross_entropy(hidden, weight, targets, denominator=1.0, chunk_elements=501 * 8).backward()
+        chunked_cross_entropy(hidden, weight, targets, denominator=1.0, block_elements=501 * 8).backward()
     assert 0 < recorded.num_elements <= 501 * 8
 
 

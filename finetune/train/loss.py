@@ -1,8 +1,8 @@
 """Cross-entropy of a causal language model without its logits ever being whole.
 
 The logits of B x S positions over V tokens are the largest tensor of a training step (2,048 x 49,152 in float32:
-403 MB) and the backward needs them again. Here only supervised positions are computed, a chunk at a time, and each
-chunk's gradient is taken at once: what stays is a gradient the size of the hidden states and one the size of the head.
+403 MB) and the backward needs them again. Here only supervised positions are computed, a block at a time, and each
+block's gradient is taken at once: what stays is a gradient the size of the hidden states and one the size of the head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune.errors import RecipeError
 from finetune.model.attention import attention_mask
 
-CHUNK_ELEMENTS = 1 << 24  # logits computed at once: 32 MiB in bfloat16, 64 MiB as float32
+BLOCK_ELEMENTS = 1 << 26
+"""Logits that exist at once, in the compute dtype: 128 MiB in bfloat16. A block's three matrix products run whole."""
+SOFTMAX_ELEMENTS = 1 << 20
+"""Logits that are float32 at once, 4 MiB: they stay in the cache between the passes of the softmax."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets_BS: Tensor,
         denominator: float,
         transform: LogitTransform,
-        chunk_elements: int,
+        block_elements: int,
     ) -> Tensor:
         hidden_TH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])
         positions_N = (targets_BS.reshape(-1) >= 0).nonzero().squeeze(1)
@@ -68,24 +71,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_head = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=torch.float32, device=hidden_BSH.device)
         grad_TH = torch.zeros_like(hidden_TH) if needs_hidden else None
-        # Chunks add up in float32: rounding to bfloat16 after each of them would lose what the last ones bring.
-        grad_VH = torch.zeros_like(head_weight_VH, dtype=torch.float32) if needs_head else None
-        num_rows = max(1, chunk_elements // head_weight_VH.shape[0])
+        grad_VH: Tensor | None = None
+        num_rows = max(1, block_elements // head_weight_VH.shape[0])
         for start in range(0, len(positions_N), num_rows):
-            rows_N, target_N1 = positions_N[start : start + num_rows], targets_N[start : start + num_rows, None]
-            chunk_NH = hidden_TH[rows_N]
-            logits_NV = transform.apply(chunk_NH @ head_weight_VH.T)
-            log_probs_NV = torch.log_softmax(logits_NV, dim=-1)
-            loss -= log_probs_NV.gather(1, target_N1).sum()
-            if not (needs_hidden or needs_head):
-                continue
-            grad_NV = log_probs_NV.exp_()
-            grad_NV.scatter_add_(1, target_N1, grad_NV.new_full(target_N1.shape, -1.0))
-            grad_NV = transform.backward_(grad_NV, logits_NV).mul_(1 / denominator).to(hidden_TH.dtype)
+            rows_N = positions_N[start : start + num_rows]
+            block_NH = hidden_TH[rows_N]
+            block_NV = block_NH @ head_weight_VH.T
+            loss += _softmax_gradient_(
+                block_NV, targets_N[start : start + num_rows], denominator, transform, needs_hidden or needs_head
+            )
             if grad_TH is not None:
-                grad_TH[rows_N] = grad_NV @ head_weight_VH
-            if grad_VH is not None:
-                grad_VH += grad_NV.T @ chunk_NH
+                grad_TH[rows_N] = block_NV @ head_weight_VH
+            if needs_head:
+                part_VH = block_NV.T @ block_NH
+                if grad_VH is None:
+                    # Blocks add up in float32: bfloat16 would lose, block after block, what the next one brings.
+                    grad_VH = part_VH if len(positions_N) <= num_rows else part_VH.float()
+                else:
+                    grad_VH += part_VH
+        if needs_head and grad_VH is None:
+            grad_VH = torch.zeros_like(head_weight_VH)
         ctx.grad_hidden = None if grad_TH is None else grad_TH.view_as(hidden_BSH)
         ctx.grad_head = None if grad_VH is None else grad_VH.to(head_weight_VH.dtype)
         return loss / denominator
@@ -101,6 +106,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grads[0], grads[1], None, None, None, None
 
 
+def _softmax_gradient_(
+    raw_NV: Tensor, targets_N: Tensor, denominator: float, transform: LogitTransform, needs_grad: bool
+) -> Tensor:
+    """Sum of -log p(target); ``raw_NV``, the head's output, becomes the gradient of that sum over ``denominator``."""
+    loss = torch.zeros((), dtype=torch.float32, device=raw_NV.device)
+    num_rows = max(1, SOFTMAX_ELEMENTS // raw_NV.shape[1]) if raw_NV.device.type == "cpu" else len(raw_NV)
+    for start in range(0, len(raw_NV), num_rows):
+        part_NV, target_N1 = raw_NV[start : start + num_rows], targets_N[start : start + num_rows, None]
+        logits_NV = transform.apply(part_NV)
+        log_probs_NV = torch.log_softmax(logits_NV, dim=-1)
+        loss -= log_probs_NV.gather(1, target_N1).sum()
+        if needs_grad:
+            grad_NV = log_probs_NV.exp_()
+            grad_NV.scatter_add_(1, target_N1, grad_NV.new_full(target_N1.shape, -1.0))
+            part_NV.copy_(transform.backward_(grad_NV, logits_NV).mul_(1 / denominator))
+    return loss
+
+
 def chunked_cross_entropy(
     hidden_BSH: Tensor,
     head_weight_VH: Tensor,
@@ -108,16 +131,16 @@ def chunked_cross_entropy(
     *,
     denominator: float,
     transform: LogitTransform = LogitTransform(),
-    chunk_elements: int = CHUNK_ELEMENTS,
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> Tensor:
     """Sum of -log p(target) over the positions whose target isn't negative, divided by ``denominator``; float32 scalar.
 
     ``hidden_BSH`` and ``head_weight_VH`` share one dtype, in which the matrix products run; the softmax is float32.
-    At most ``chunk_elements`` logits exist at once. Both gradients are computed in the forward, so the backward can
-    run once. Without any target the loss is 0 and so are the gradients.
+    At most ``block_elements`` logits exist at once (one row at least). Both gradients are computed in the forward, so
+    the backward can run once. Without any target the loss is 0 and so are the gradients.
     """
     loss: Tensor = _ChunkedCrossEntropy.apply(
-        hidden_BSH, head_weight_VH, targets_BS, denominator, transform, chunk_elements
+        hidden_BSH, head_weight_VH, targets_BS, denominator, transform, block_elements
     )
     return loss
 
