@@ -2,7 +2,7 @@
 
 Each kind draws a value and says it in both ways:
 
-    date      the third of March 2021                      2021-03-03
+    date      the third of March twenty twenty-one         2021-03-03
     time      a quarter past four in the afternoon         16:15
     number    three hundred and forty-two                  342
     duration  three hours and twenty minutes               3 h 20 min
@@ -88,13 +88,23 @@ def ordinal(number: int) -> str:
     return f"{TENS[number // 10 - 2]}-{ORDINALS[number % 10 - 1]}"
 
 
+def year_in_words(year: int) -> str:
+    """1984 is "nineteen eighty-four", 1907 "nineteen hundred and seven", 2003 "two thousand and three"."""
+    century, rest = divmod(year, 100)
+    if rest >= 10:
+        return f"{cardinal(century)} {cardinal(rest)}"
+    return (
+        cardinal(year) if century == 20 else f"{cardinal(century)} hundred" + (f" and {cardinal(rest)}" if rest else "")
+    )
+
+
 def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{cardinal(number)} {one if number == 1 else many or one + 's'}"
 
 
 def draw_date(rng: random.Random) -> Form:
     day = datetime.date(1900, 1, 1) + datetime.timedelta(days=below(rng, 47481))  # to 2029-12-30
-    nth, month, year = ordinal(day.day), MONTHS[day.month - 1], day.year
+    nth, month, year = ordinal(day.day), MONTHS[day.month - 1], year_in_words(day.year)
     words = f"the {nth} of {month} {year}"
     said = pick(rng, (words, words, f"{month} the {nth}, {year}", f"the {nth} day of {month} {year}"))
     return Form("date", words, said, day.isoformat())

@@ -13,7 +13,7 @@ from chats import chats
 from forms import Form
 from prose import Writer
 
-NUM_DOCUMENTS = 4600
+NUM_DOCUMENTS = 6500
 NUM_CHATS = 3000
 NUM_HELDOUT_CHATS = 240
 NUM_HELDOUT_DOCUMENTS = 120

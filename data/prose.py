@@ -221,7 +221,7 @@ class Writer:
         kinds = tuple(SENTENCES)
         if self.rng.random() < 0.5:
             kinds = (pick(self.rng, kinds),)
-        forms = [draw(self.rng, pick(self.rng, kinds), reserved=self.reserved) for _ in range(5 + below(self.rng, 6))]
+        forms = [draw(self.rng, pick(self.rng, kinds), reserved=self.reserved) for _ in range(4 + below(self.rng, 4))]
         self.written.extend(forms)
         items = "; ".join(self.arrange(form, line) for form in forms)
         return f"{self.sentence(pick(self.rng, LESSONS))} {heading} {items}."
@@ -230,7 +230,7 @@ class Writer:
         """An opening, three to six sentences, a closing."""
         openings, closings = pick(self.rng, GENRES)
         body = []
-        for _ in range(3 + below(self.rng, 4)):
+        for _ in range(2 + below(self.rng, 3)):
             plain = self.rng.random() < 0.15
             body.append(pick(self.rng, PLAIN if plain else SENTENCES[pick(self.rng, tuple(SENTENCES))]))
         templates = [pick(self.rng, listed(openings, "|")), *body, pick(self.rng, listed(closings, "|"))]
