@@ -28,6 +28,7 @@ from finetune.engine.launch import process_group
 from finetune.engine.protocol import AdamWSettings, Engine, MicroBatch, StepResult
 from finetune.engine.settings import ZeroSettings
 from finetune.errors import CheckpointError, RecipeError
+from finetune.model import documents
 from finetune.model.attention import require_exact_attention
 from finetune.model.load import load_config, load_tokenizer, meta_model
 from finetune.train.loss import CausalLMLoss
@@ -269,7 +270,12 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _build_engine(
     model_folder: Path, settings: TrainSettings, zero: ZeroSettings, device: str, attn_implementation: str
 ) -> tuple[Engine, str]:
-    model = meta_model(model_folder, attn_implementation=attn_implementation)
+    config = load_config(model_folder)
+    if attn_implementation == "sdpa" and documents.can_attend_by_document(
+        config, device=device, max_seq_length=settings.max_seq_length
+    ):
+        attn_implementation = documents.NAME
+    model = meta_model(config, attn_implementation=attn_implementation)
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise RecipeError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import RecipeError
+from finetune.model import documents
 from finetune.model.attention import attention_mask
 
 BLOCK_ELEMENTS = 1 << 26
@@ -180,11 +181,15 @@ class CausalLMLoss(nn.Module):
         With ``compare_logits`` the largest difference between these logits and the model's own, over their spread.
         """
         head_weight_VH = self.model.get_output_embeddings().weight
-        mask = attention_mask(document_ids, dtype=head_weight_VH.dtype, implementation=self.implementation)
-        if mask is None:
-            # One document a row: running positions, so that the model doesn't take a padding's restart for a document.
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        if self.implementation == documents.NAME:
+            inputs["document_layout"] = documents.DocumentLayout(document_ids)
+        else:
+            mask = attention_mask(document_ids, dtype=head_weight_VH.dtype, implementation=self.implementation)
+            inputs["attention_mask"] = mask
+            if mask is None:
+                # One document a row: running positions, so that padding's restart isn't taken for a document.
+                inputs["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         hidden_BSH = self.model.base_model(**inputs).last_hidden_state
         if compare_logits:
             own_BSV = self.model(**inputs).logits.float()
