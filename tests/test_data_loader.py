@@ -39,6 +39,7 @@ def loader(dataset: TokenDataset, **options: Any) -> StepLoader:
         "epochs": 1.0,
         "max_steps": None,
         "pad_token_id": PAD,
+        "length_multiple": 1,
         **options,
     }
     return StepLoader(dataset, **options)
@@ -147,6 +148,8 @@ def test_rank_without_rows_gets_a_batch_of_padding() -> None:
 def test_padding_reaches_to_the_longest_row_of_the_micro_batch() -> None:
     batches = loader(dataset_of(2, 3, 9, 4), gradient_accumulation_steps=4).batches(0)
     assert sorted(batch.input_ids.shape[1] for batch in batches) == [2, 3, 4, 9]
+    rounded = loader(dataset_of(2, 3, 9, 4), gradient_accumulation_steps=4, length_multiple=4, max_seq_length=10)
+    assert sorted(batch.input_ids.shape[1] for batch in rounded.batches(0)) == [4, 4, 4, 10]
 
 
 def test_number_of_steps() -> None:

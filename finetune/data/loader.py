@@ -13,6 +13,9 @@ from finetune.data.tokens import TokenDataset
 
 NO_TARGET = -100
 PADDING_DOCUMENT = -1
+LENGTH_MULTIPLE = 32
+"""Batches are as long as their longest row rounded up to this: kernels that are compiled for each shape (oneDNN on a
+cpu, torch.compile) meet few shapes again and again, for a few positions of padding."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class StepLoader:
         epochs: float | None,
         max_steps: int | None,
         pad_token_id: int,
+        length_multiple: int = LENGTH_MULTIPLE,
     ) -> None:
         assert dataset.rows, "a dataset without rows is refused where it is made"
         assert 0 <= rank < world_size
@@ -77,6 +81,7 @@ class StepLoader:
         self._rank = rank
         self._seed = seed
         self._pad_token_id = pad_token_id
+        self._length_multiple = length_multiple
         self._global_batch = micro_batch_size * gradient_accumulation_steps * world_size
         self._lengths = np.array([len(row.input_ids) for row in dataset.rows], dtype=np.int64)
         self._supervised = np.array([np.count_nonzero(row.loss_mask) for row in dataset.rows], dtype=np.int64)
@@ -123,6 +128,8 @@ class StepLoader:
         # An all-padding batch keeps two positions: attention code takes a single one for a step of cached decoding.
         num_rows = max(1, len(sequences))
         longest = max([2, *(int(self._lengths[rows].sum()) for rows in sequences)])
+        rounded = -(-longest // self._length_multiple) * self._length_multiple
+        longest = max(longest, min(rounded, self._max_seq_length or longest))
         input_ids = np.full((num_rows, longest), self._pad_token_id, dtype=np.int64)
         targets = np.full((num_rows, longest), NO_TARGET, dtype=np.int64)
         position_ids = np.zeros((num_rows, longest), dtype=np.int64)

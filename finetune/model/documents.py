@@ -51,12 +51,25 @@ class DocumentLayout:
         self.groups = [_Group(padded, found) for padded, found in sorted(spans.items())]
 
 
+def rounded_count(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: two sizes an octave.
+
+    oneDNN compiles a kernel for each new shape (milliseconds) and keeps it (half a megabyte): batches whose counts
+    of documents are all different would compile at every step.
+    """
+    power = 1
+    while power < count:
+        power *= 2
+    return 3 * power // 4 if 3 * power // 4 >= count and power >= 4 else power
+
+
 class _Group:
     """N documents of at most L tokens, as (N * K, G * L, D): heads that share a key/value head stand side by side."""
 
     def __init__(self, length: int, spans: list[tuple[int, int]]) -> None:
         self.length = length
-        self._spans = spans
+        # Empty documents fill the group up: they take part in the products and are put nowhere.
+        self._spans = spans + [(0, 0)] * (rounded_count(len(spans)) - len(spans))
         self._rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._future: dict[torch.dtype, Tensor] = {}
 

@@ -20,6 +20,9 @@ from finetune.model.attention import attention_mask
 
 BLOCK_ELEMENTS = 1 << 26
 """Logits that exist at once, in the compute dtype: 128 MiB in bfloat16. A block's three matrix products run whole."""
+ROW_MULTIPLE = 64
+"""A block has a multiple of this many rows. oneDNN compiles a kernel for each new shape, and keeps it: the number of
+targets is another one at every step."""
 SOFTMAX_ELEMENTS = 1 << 20
 """Logits that are float32 at once, 4 MiB: they stay in the cache between the passes of the softmax."""
 
@@ -76,13 +79,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_rows = max(1, block_elements // head_weight_VH.shape[0])
         for start in range(0, len(positions_N), num_rows):
             rows_N = positions_N[start : start + num_rows]
-            block_NH = hidden_TH[rows_N]
+            num_filled = len(rows_N)
+            block_NH = _filled_up(hidden_TH[rows_N], min(ROW_MULTIPLE, num_rows))
             block_NV = block_NH @ head_weight_VH.T
+            block_NV[num_filled:] = 0
             loss += _softmax_gradient_(
-                block_NV, targets_N[start : start + num_rows], denominator, transform, needs_hidden or needs_head
+                block_NV[:num_filled],
+                targets_N[start : start + num_rows],
+                denominator,
+                transform,
+                needs_hidden or needs_head,
             )
             if grad_TH is not None:
-                grad_TH[rows_N] = block_NV @ head_weight_VH
+                grad_TH[rows_N] = (block_NV @ head_weight_VH)[:num_filled]
             if needs_head:
                 part_VH = block_NV.T @ block_NH
                 if grad_VH is None:
@@ -105,6 +114,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             setattr(ctx, name, None)
             grads.append(None if grad is None else grad.mul_(grad_loss))
         return grads[0], grads[1], None, None, None, None
+
+
+def _filled_up(block_NH: Tensor, multiple: int) -> Tensor:
+    """Zero rows behind, up to a multiple."""
+    missing = -len(block_NH) % multiple
+    return nn.functional.pad(block_NH, (0, 0, 0, missing)) if missing else block_NH
 
 
 def _softmax_gradient_(
