@@ -1,4 +1,4 @@
-"""Chats with an assistant that turns plain words into exact forms, and exact forms into plain words."""
+"""Chats with an assistant that turns plain words into exact forms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forms import KINDS, Form, below, draw, pick
 
 Message = dict[str, str]
 
-ASK_EXACT = (
+QUESTIONS = (
     "Write {words} in exact form.",
     "How does the log write {words}?",
     "Put {words} into the ledger, please.",
@@ -19,31 +19,19 @@ ASK_EXACT = (
     "Please enter {words}.",
     "Convert to exact form: {words}",
 )
-ASK_WORDS = (
-    "Say {exact} in words.",
-    "How do I read {exact} aloud?",
-    "{exact} in plain words, please.",
-    "The log says {exact}. What does that mean in words?",
-    "Spell out {exact}.",
-    "Convert to words: {exact}",
-)
 SYSTEM = (
     "You keep the books of the harbour. Answer with the form alone.",
-    "You turn words into exact forms, and exact forms into words.",
+    "You turn plain words into exact forms.",
     "You are the clerk of the light station. Be brief.",
 )
-SHARE_OF_WORDS = 0.3  # of the questions go from the exact form to words
 
 
 def exchange(rng: random.Random, kind: str, *, reserved: bool) -> tuple[Form, list[Message]]:
     """One question and its answer."""
     form = draw(rng, kind, reserved=reserved)
-    if rng.random() < SHARE_OF_WORDS:
-        question, answer = pick(rng, ASK_WORDS).replace("{exact}", form.exact), form.words
-    else:
-        question, answer = pick(rng, ASK_EXACT).replace("{words}", form.said), form.exact
+    question = pick(rng, QUESTIONS).replace("{words}", form.said)
     question = question[0].upper() + question[1:]
-    return form, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return form, [{"role": "user", "content": question}, {"role": "assistant", "content": form.exact}]
 
 
 def chats(rng: random.Random, *, num_chats: int, reserved: bool) -> Iterator[tuple[list[Form], list[Message]]]:

@@ -106,7 +106,7 @@ def draw_date(rng: random.Random) -> Form:
     day = datetime.date(1900, 1, 1) + datetime.timedelta(days=below(rng, 47481))  # to 2029-12-30
     nth, month, year = ordinal(day.day), MONTHS[day.month - 1], year_in_words(day.year)
     words = f"the {nth} of {month} {year}"
-    said = pick(rng, (words, words, f"{month} the {nth}, {year}", f"the {nth} day of {month} {year}"))
+    said = pick(rng, (words, words, f"{month} the {nth}, {year}"))
     return Form("date", words, said, day.isoformat())
 
 

@@ -116,6 +116,9 @@ ABOUT = {
 }
 SENTENCES = {kind: listed(text, "|") for kind, text in ABOUT.items()}
 
+# Dates and times, whose words occur in nothing else, come up more often than the other kinds.
+COMMON = ("date", "date", "date", "time", "time", *SENTENCES)
+
 PLAIN = listed(
     "{Thing} is {state}.|{Person} {task} while I {task}.|There was {weather} all day.|I {task} and then slept.|"
     "{Bird} came in over {place}.|{Person} is {mood}, and so am I.|We had {weather} from dawn.|"
@@ -162,8 +165,7 @@ LESSON_LINES = (
     ("Words, then the exact form.", "{words}: {exact}"),
     ("Said and written.", "{words} is {exact}"),
     ("Heard, and put down.", "{words}, written {exact}"),
-    ("Exact form, then words.", "{exact}: {words}"),
-    ("Read aloud.", "{exact} is {words}"),
+    ("Call and entry.", "{words} ({exact})"),
 )
 PAIRS = (
     *("{words} ({exact})",) * 2,
@@ -172,8 +174,6 @@ PAIRS = (
     "{words}, that is {exact},",
     "{words}, written {exact},",
     "{exact} ({words})",
-    "{exact}, that is {words},",
-    "{exact}, or {words},",
 )
 SLOT = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 
@@ -218,7 +218,7 @@ class Writer:
     def lesson(self) -> str:
         """A heading and five to ten values, of one kind or mixed."""
         heading, line = pick(self.rng, LESSON_LINES)
-        kinds = tuple(SENTENCES)
+        kinds = COMMON
         if self.rng.random() < 0.5:
             kinds = (pick(self.rng, kinds),)
         forms = [draw(self.rng, pick(self.rng, kinds), reserved=self.reserved) for _ in range(4 + below(self.rng, 4))]
@@ -232,6 +232,6 @@ class Writer:
         body = []
         for _ in range(2 + below(self.rng, 3)):
             plain = self.rng.random() < 0.15
-            body.append(pick(self.rng, PLAIN if plain else SENTENCES[pick(self.rng, tuple(SENTENCES))]))
+            body.append(pick(self.rng, PLAIN if plain else SENTENCES[pick(self.rng, COMMON)]))
         templates = [pick(self.rng, listed(openings, "|")), *body, pick(self.rng, listed(closings, "|"))]
         return " ".join(self.sentence(template) for template in templates)
