@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from finetune import __version__
-from finetune.errors import FinetuneError, InterruptedRunError
+from finetune.errors import FinetuneError, InterruptedRunError, resource_error
 
 EXIT_CODES = """exit codes: 0 done; 2 recipe or flags; 3 data; 4 checkpoint or model folder; 5 memory, disk, devices or
 a lost process; 6 missing package; 7 Hub; 8 quality gate; 130 interrupted; 1 a bug of ours (with a traceback)"""
@@ -148,6 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe has gone (`finetune plan … | head`): not a fault of anyone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        refused = resource_error(error)
+        if refused is None:
+            raise
+        _print_error(refused)
+        return refused.exit_code
 
 
 def _print_error(error: FinetuneError) -> None:

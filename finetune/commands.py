@@ -82,7 +82,7 @@ def quantize(options: Namespace) -> None:
             if getattr(options, key) is not None:
                 flags["calibration"][key] = getattr(options, key)
     settings = parse_flags(QuantizeSettings, flags)
-    out = free_folder(options)
+    out = free_folder(options, options.model)
     quiet_libraries()
     from finetune.model.load import resolve_model
     from finetune.quant.quantize import quantize_model
@@ -98,7 +98,7 @@ def consolidate(options: Namespace) -> None:
     from finetune.config.size import parse_size
 
     limit = parse_size(options.max_shard_size, where="--max-shard-size")
-    out = free_folder(options)
+    out = free_folder(options, options.checkpoint)
     quiet_libraries()
     from finetune.checkpoint.commit import find_checkpoint
     from finetune.checkpoint.consolidate import consolidate as consolidate_checkpoint
@@ -162,13 +162,13 @@ def generate(options: Namespace) -> None:
 
 
 def export(options: Namespace) -> None:
-    out = free_folder(options)
+    out = free_folder(options, options.model)
     quiet_libraries()
     from finetune.export.folder import export_model
     from finetune.export.model_card import CardFacts
     from finetune.model.load import resolve_model
 
-    card = CardFacts(title=Path(options.out).name, license=options.license, base_model=options.base_model)
+    card = CardFacts(title=Path(options.out).resolve().name, license=options.license, base_model=options.base_model)
     export_model(resolve_model(options.model), out=out, card=card)
     publish(options, out)
     print(options.out)
@@ -203,18 +203,28 @@ def device(options: Namespace) -> str:
     return choose_device(options.device)
 
 
-def free_folder(options: Namespace) -> Path:
-    """The folder that a verb writes to: ``--out``, or a new one beside it that replaces it at the end (``--force``)."""
-    out = Path(options.out)
-    if out.is_file():
-        raise RecipeError("--out is a file", where=out, fix="name a folder")
-    if out.is_dir() and any(out.iterdir()):
-        if not options.force:
-            raise RecipeError("the folder isn't empty", where=out, fix="name another one, or add --force to replace it")
-        return out.with_name(out.name + ".new")
-    return out
+def free_folder(options: Namespace, source: str) -> Path:
+    """The folder that a verb writes to: ``--out``, or a new one beside it that replaces it at the end (``--force``).
+
+    Only a model folder is replaced, and never one that holds ``source``, which the verb reads.
+    """
+    out = Path(options.out).resolve()
+    if out.exists() and not out.is_dir():
+        raise RecipeError("--out is a file", where=options.out, fix="name a folder")
+    if not out.is_dir() or not any(out.iterdir()):
+        return out
+    if not options.force:
+        raise RecipeError(
+            "the folder isn't empty", where=options.out, fix="name another one, or add --force to replace it"
+        )
+    if Path(source).exists() and Path(source).resolve().is_relative_to(out):
+        raise RecipeError(f"--out would replace {source}, which is read", where=options.out, fix="name another folder")
+    if not (out / "config.json").is_file():
+        raise RecipeError("--force replaces a model folder, this is none", where=options.out, fix="name another folder")
+    return out.with_name(out.name + ".new")
 
 
 def publish(options: Namespace, written: Path) -> None:
-    if written != Path(options.out):
-        replace_folder(written, Path(options.out))
+    out = Path(options.out).resolve()
+    if written != out:
+        replace_folder(written, out)

@@ -16,6 +16,7 @@ Anything else is a bug of ours: it ends with exit code 1 and a traceback. ``asse
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -76,6 +77,23 @@ class QualityGateError(FinetuneError):
 
 class InterruptedRunError(FinetuneError):
     exit_code = 130
+
+
+OUTSIDE_FAULTS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG),
+    errno.EIO,
+}
+"""Numbers of an OSError that the machine is to blame for, not the code that met it."""
+
+
+def resource_error(error: OSError) -> ResourceError | None:
+    """The system's refusal of a file or a process as an error of the user's; None for what only a bug can do."""
+    if error.errno not in OUTSIDE_FAULTS:
+        return None
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = "free some disk, or write to another disk" if full else "check its permissions, or name another place"
+    return ResourceError(f"the system refused: {error.strerror}", where=error.filename2 or error.filename, fix=fix)
 
 
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:

@@ -73,9 +73,14 @@ def _state(
     started = folder / STARTED_NAME
     if not started.is_file():
         return "new", ()
-    begun = json.loads(started.read_text(encoding="utf-8"))
-    differences = changes(begun["deciding"], deciding)
-    if begun["fingerprint"] != fingerprint and not differences:
+    try:
+        begun = json.loads(started.read_text(encoding="utf-8"))
+        differences = changes(begun["deciding"], deciding)
+        begun_as = begun["fingerprint"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # Not "damaged": its checkpoints, if any, are only dropped when the user says so.
+        return "unfinished", (f"what it was begun with can't be read: {started}",)
+    if begun_as != fingerprint and not differences:
         differences = ("an earlier stage changed",)
     return "unfinished", differences
 
@@ -204,7 +209,10 @@ def write_summary(loaded: LoadedRecipe) -> dict[str, Any]:
     """Collect the finished stages' manifests in ``summary.json``."""
     stages: list[dict[str, Any]] = []
     for stage in loaded.stages:
-        manifest = read_manifest(loaded.run_dir / stage.folder_name)
+        try:
+            manifest = read_manifest(loaded.run_dir / stage.folder_name)
+        except CheckpointError:
+            continue  # a later stage's, which is damaged: it runs again when its turn comes
         if manifest is not None:
             stages.append(
                 {

@@ -168,9 +168,10 @@ def check_files_exist(loaded: LoadedRecipe) -> None:
     """Raise before any work when a file that some stage will read isn't there."""
     for stage in loaded.stages:
         for name in stage.implementation.data_files(stage.settings):
-            if not Path(name).exists():
+            if not Path(name).is_file():
+                what = "is a folder, not a file" if Path(name).is_dir() else "isn't there"
                 raise DataError(
-                    f"stage `{stage.name}` reads `{name}`, which isn't there",
+                    f"stage `{stage.name}` reads `{name}`, which {what}",
                     where=stage.where,
                     fix="correct the path (paths start at the current directory), or make the file",
                 )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.artifact import MANIFEST_NAME, Manifest, read_manifest, record_files, write_manifest
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, resource_error
 from finetune.files import write_json
 from finetune.processes import die_with_parent
 from finetune.recipe import LoadedRecipe, Stage, load_recipe
@@ -136,8 +136,8 @@ def quiet_libraries() -> None:
     """Keep libraries' notices and, where nobody watches, their progress bars off the terminal."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # OpenMP's threads spin while they wait: with other work on the cores a step of a small model on 2 threads took 1.6 to
-    # 8.6 s spinning and 0.6 to 0.7 s without. Read when torch is loaded, which is later.
+    # OpenMP's threads spin while they wait: with other work on the cores a step of a small model on 2 threads took
+    # 1.6 to 8.6 s spinning and 0.6 to 0.7 s without. Read when torch is loaded, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Libraries' own bars (compressed-tensors has four a load); ours say `disable=` themselves and aren't touched.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -157,6 +157,12 @@ def main(arguments: list[str]) -> int:
         except FinetuneError as error:
             _report(error)
             return error.exit_code
+        except OSError as error:
+            refused = resource_error(error)
+            if refused is None:
+                raise
+            _report(refused)
+            return refused.exit_code
         return 0
     from finetune.engine.launch import rank_process
 

@@ -12,6 +12,7 @@ import yaml
 from finetune.errors import RecipeError, did_you_mean
 
 KeyPath = tuple[str | int, ...]
+MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 @dataclass
@@ -34,7 +35,16 @@ def load_yaml(path: Path) -> Source:
     """Raises RecipeError for a missing file, bad YAML, or a key that is written twice."""
     if not path.is_file():
         raise RecipeError("there is no such recipe", where=path, fix="give the path of a YAML file")
-    loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as cause:
+        raise RecipeError(f"the recipe is not UTF-8: {cause}", where=path, fix="save it as UTF-8") from cause
+    except yaml.reader.ReaderError as cause:
+        raise RecipeError(
+            f"this is not valid YAML: the character {cause.character:#x} at position {cause.position}",
+            where=path,
+            fix="remove the character",
+        ) from cause
     try:
         node = loader.get_single_node()
         source = Source(name=str(path), value={})
@@ -48,6 +58,8 @@ def load_yaml(path: Path) -> Source:
         raise RecipeError(
             f"this is not valid YAML: {problem}", where=f"{path}{line}", fix="correct the line"
         ) from cause
+    except RecursionError:
+        raise RecipeError("a value holds itself", where=path, fix="write the value out, without `&` and `*`") from None
     finally:
         loader.dispose()
 
@@ -55,10 +67,13 @@ def load_yaml(path: Path) -> Source:
 def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath, source: Source) -> Any:
     source.places[path] = f"{source.name}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.MappingNode):
-        first_lines: dict[Any, int] = {}
+        first_lines: dict[str, int] = {}
         for key_node, _ in node.value:
-            key, line = loader.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if key in first_lines and key_node.tag != "tag:yaml.org,2002:merge":
+            line = key_node.start_mark.line + 1
+            if key_node.tag == MERGE_TAG:
+                continue
+            key = _key(loader, key_node, source)
+            if key in first_lines:
                 raise RecipeError(
                     f"the key `{key}` is written twice, first on line {first_lines[key]}",
                     where=f"{source.name}:{line}",
@@ -68,14 +83,31 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath, source: 
         loader.flatten_mapping(node)
         mapping = {}
         for key_node, value_node in node.value:
-            key = str(loader.construct_object(key_node, deep=True))
+            key = _key(loader, key_node, source)
             mapping[key] = _construct(loader, value_node, (*path, key), source)
             # An error about a key is best shown at the key: a block value starts on the line after it.
             source.places[(*path, key)] = f"{source.name}:{key_node.start_mark.line + 1}"
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_construct(loader, item, (*path, index), source) for index, item in enumerate(node.value)]
-    return loader.construct_object(node, deep=True)
+    return _scalar(loader, node, source)
+
+
+def _key(loader: yaml.SafeLoader, node: yaml.Node, source: Source) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise RecipeError("a key must be a word", where=f"{source.name}:{node.start_mark.line + 1}", fix="quote it")
+    return str(_scalar(loader, node, source))
+
+
+def _scalar(loader: yaml.SafeLoader, node: yaml.Node, source: Source) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except ValueError as cause:  # YAML takes 2024-13-45 for a date
+        raise RecipeError(
+            f"`{node.value}` is not a valid value: {cause}",
+            where=f"{source.name}:{node.start_mark.line + 1}",
+            fix="correct it, or quote it",
+        ) from cause
 
 
 def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
@@ -87,7 +119,7 @@ def apply_overrides(source: Source, overrides: Iterable[str]) -> None:
             raise RecipeError(f"`{override}` is not of the form key=value", where=flag, fix="--set stages.sft.epochs=2")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError as cause:
+        except (yaml.YAMLError, ValueError, TypeError) as cause:
             raise RecipeError(f"`{text}` is not a valid value", where=flag, fix="write it as in the recipe") from cause
         keys = dotted.split(".")
         target: Any = source.value
@@ -112,7 +144,7 @@ def stage_name(entry: Any) -> str | None:
 
 def _step(target: Any, path: KeyPath, key: str, flag: str) -> tuple[Any, KeyPath]:
     if isinstance(target, list):
-        if key.isdigit() and int(key) < len(target):
+        if key.isdecimal() and int(key) < len(target):
             return target[int(key)], (*path, int(key))
         names = [stage_name(entry) for entry in target] if path == ("stages",) else []
         if key in names:
@@ -134,7 +166,7 @@ def _step(target: Any, path: KeyPath, key: str, flag: str) -> tuple[Any, KeyPath
 
 def _assign(target: Any, path: KeyPath, key: str, value: Any, flag: str) -> KeyPath:
     if isinstance(target, list):
-        if not key.isdigit() or int(key) >= len(target):
+        if not key.isdecimal() or int(key) >= len(target):
             _step(target, path, key, flag)
             raise RecipeError("a whole stage can't be set by one flag", where=flag, fix="name one of its keys")
         target[int(key)] = value

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import finetune.errors
-from finetune.errors import FinetuneError, InterruptedRunError, ResourceError
+from finetune.errors import FinetuneError, InterruptedRunError, ResourceError, resource_error
 from finetune.processes import die_with_parent
 
 TIMEOUT_SECONDS = 600.0
@@ -138,6 +138,8 @@ def _reported() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if isinstance(error, OSError):
+            error = resource_error(error) or error
         if not isinstance(error, SystemExit):
             _write_report(error)
         if isinstance(error, FinetuneError) or (isinstance(error, Exception) and _report_path() is not None):

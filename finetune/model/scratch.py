@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -54,7 +55,7 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    except (ValueError, TypeError) as cause:
+    except (ValueError, TypeError, StrictDataclassError) as cause:
         raise RecipeError(f"transformers refuses the configuration: {cause}", where=where, fix="correct it") from cause
 
 

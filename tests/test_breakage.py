@@ -1,0 +1,107 @@
+"""What users get wrong, and what a machine refuses: always an error that says so, never a traceback."""
+
+from __future__ import annotations
+
+import errno
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import main
+from finetune.commands import free_folder
+from finetune.config.source import load_yaml
+from finetune.errors import DataError, RecipeError, ResourceError, resource_error
+from finetune.pipeline import _state, write_summary
+from finetune.recipe import check_files_exist, load_recipe
+from tests.small_run import write_inputs
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"name: \xe9", "UTF-8"),
+        (b"name: \x07", "0x7"),
+        (b"{[1]: 2}", "key"),
+        (b"? {a: 1}\n: 3", "key"),
+        (b"name: &a [*a]", "holds itself"),
+        (b"a: 1\nseed: 2024-13-45", "2024-13-45"),
+    ],
+)
+def test_yaml_that_python_chokes_on_is_a_recipe_error(tmp_path: Path, raw: bytes, says: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(raw)
+    with pytest.raises(RecipeError, match=says):
+        load_yaml(path)
+
+
+def test_merge_keys_are_merged(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
+    assert load_yaml(path).value["b"] == {"x": 1, "y": 3}
+
+
+@pytest.mark.parametrize("flag", ["seed=2024-13-45", "stages.sft.data.²=x"])
+def test_a_set_that_python_chokes_on_is_a_recipe_error(
+    tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError):
+        load_recipe(Path("recipes/llama_sft.yaml"), [flag])
+
+
+def test_a_folder_is_no_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe(Path("recipes/llama_sft.yaml"), ["stages.sft.data.0.path=data"])
+    with pytest.raises(DataError, match="is a folder"):
+        check_files_exist(loaded)
+
+
+def test_output_that_cant_be_written_ends_with_5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["run", "recipes/llama_sft.yaml", "--set", "output_dir=file"]) == 5
+    assert "file/llama-sft" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_an_error_of_the_machine_and_a_missing_file_is_not() -> None:
+    assert isinstance(resource_error(OSError(errno.ENOSPC, "No space left", "x")), ResourceError)
+    assert resource_error(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
+
+
+def test_damaged_records_of_a_stage_dont_stop_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe(Path("recipes/llama_sft.yaml"))
+    folder = loaded.run_dir / loaded.stages[4].folder_name
+    folder.mkdir(parents=True)
+    (folder / "started.json").touch()
+    state, differences = _state(folder, "f", {}, {})
+    assert state == "unfinished"
+    assert "started.json" in differences[0]
+    (folder / "manifest.json").write_text("{")
+    assert write_summary(loaded)["stages"] == []
+
+
+def test_force_replaces_only_a_model_folder_and_never_the_one_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "parent/model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for out in (model, tmp_path / "parent", Path(".")):
+        with pytest.raises(RecipeError, match="which is read"):
+            free_folder(Namespace(out=str(out), force=True), str(model))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "letters").touch()
+    with pytest.raises(RecipeError, match="this is none"):
+        free_folder(Namespace(out=str(other), force=True), str(model))
+    (other / "config.json").touch()
+    assert free_folder(Namespace(out=str(other), force=True), str(model)) == tmp_path / "other.new"
