@@ -157,5 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_error(error: FinetuneError) -> None:
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # The output itself is what was refused, on a full disk say: what is left of it must not fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(error, file=sys.stderr)

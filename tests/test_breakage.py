@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 from finetune.cli import main
 from finetune.commands import free_folder
 from finetune.config.source import load_yaml
+from finetune.data.rows import read_rows
 from finetune.errors import DataError, RecipeError, ResourceError, resource_error
 from finetune.pipeline import _state, write_summary
 from finetune.recipe import check_files_exist, load_recipe
-from tests.small_run import write_inputs
+from tests.small_run import ENVIRONMENT, command, write_inputs
 
 
 @pytest.mark.parametrize(
@@ -105,3 +107,34 @@ def test_force_replaces_only_a_model_folder_and_never_the_one_that_is_read(
         free_folder(Namespace(out=str(other), force=True), str(model))
     (other / "config.json").touch()
     assert free_folder(Namespace(out=str(other), force=True), str(model)) == tmp_path / "other.new"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_under_the_output_is_said_and_ends_with_5(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("plan", "recipes/llama_sft.yaml", "--json"),
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+    assert done.returncode == 5
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_row_nested_too_deep_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a":' * 100_000)
+    (row,) = read_rows(str(path))
+    assert isinstance(row, DataError)
+    assert row.where == f"{path}:1"
+
+
+def test_a_broken_config_is_an_error_of_the_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{")
+    assert main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 4

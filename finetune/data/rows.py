@@ -67,6 +67,8 @@ def _read_lines(path: str) -> Iterator[Row | DataError]:
             except json.JSONDecodeError as cause:
                 what = f"the line is not JSON: {cause.msg} at column {cause.colno}"
                 yield DataError(what, where=f"{path}:{number}", fix="write one JSON object a line")
+            except (RecursionError, ValueError) as cause:  # nested a thousand deep, or a number of thousands of digits
+                yield DataError(f"the line can't be read: {cause}", where=f"{path}:{number}", fix="correct the row")
             else:
                 yield _row(value, path, number)
 

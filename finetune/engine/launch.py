@@ -95,7 +95,7 @@ def _cause(failures: dict[int, ProcessFailure], log_dir: Path) -> Exception:
     rank = min(failures, key=order)
     failure = failures[rank]
     report = _report(failure)
-    logs = Path(failure.error_file).parent if failure.error_file != "<NONE>" else log_dir
+    logs = Path(failure.error_file).parent if not failure.error_file.startswith("<") else log_dir
     if "error" in report:
         described = report["error"]
         kind: type[FinetuneError] = getattr(finetune.errors, described["kind"])

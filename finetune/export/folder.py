@@ -13,7 +13,7 @@ from finetune.artifact import record_files
 from finetune.data.template import stop_token_ids
 from finetune.errors import CheckpointError, RecipeError
 from finetune.export.model_card import CardFacts, model_card
-from finetune.export.verify import RECORD_NAME, generation_stops, verify_folder
+from finetune.export.verify import RECORD_NAME, generation_stops, read_config, verify_folder
 from finetune.export.weights import weight_files
 from finetune.files import published_folder, require_free_bytes, write_json, write_text
 from finetune.model.load import load_tokenizer
@@ -55,9 +55,7 @@ def export_model(
     """
     model_folder, out = Path(model_folder).resolve(), Path(out).resolve()
     _require_free_place(model_folder, out)
-    if not (model_folder / "config.json").is_file():
-        raise CheckpointError("there is no config.json", where=model_folder, fix="give a Hugging Face model folder")
-    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(model_folder)
     # Where a model was loaded from is nobody's business, and often a path of this machine.
     config.pop("_name_or_path", None)
     weights = weight_files(model_folder)

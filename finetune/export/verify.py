@@ -41,7 +41,7 @@ def verify_folder(folder: Path, *, fresh_process: bool = True) -> dict[str, Any]
     if not folder.is_dir():
         raise CheckpointError("there is no such folder", where=folder, fix="give a Hugging Face model folder")
     warnings: list[str] = []
-    config = _read_config(folder)
+    config = read_config(folder)
     tensors = read_weights(folder)
     hashed = _check_hashes(folder, warnings)
     check_finite(folder, tensors)
@@ -65,7 +65,7 @@ def verify_folder(folder: Path, *, fresh_process: bool = True) -> dict[str, Any]
     }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError("there is no config.json", where=folder, fix="give a Hugging Face model folder")
