@@ -69,6 +69,7 @@ def quantize_model(
         damp=settings.damp,
         act_order=settings.act_order,
         true_sequential=settings.true_sequential,
+        smoothing=settings.smoothing,
     )
     report, probe_ids, logits_TV = _quantize_blocks(quantizer, work, settings, samples)
     kept = [name for name in linear_names(decoder.model) if name not in set(targets)]

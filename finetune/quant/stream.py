@@ -21,6 +21,7 @@ from finetune.quant.decoder import BlockCall, StreamedDecoder
 from finetune.quant.methods import METHODS, QuantizedWeight
 from finetune.quant.scales import dequantize, relative_error
 from finetune.quant.scheme import QuantScheme
+from finetune.quant.smoothing import smooth_block
 
 CALIBRATION_DTYPE = torch.bfloat16
 """Of the calibration forwards: five times as fast as float32 on a processor with bfloat16 multipliers."""
@@ -39,6 +40,11 @@ class Stream:
     calls: list[list[BlockCall]]
     """For each chunk the call of every block."""
     dtype: torch.dtype
+
+    def chunks(self) -> list[Stream]:
+        """One stream a chunk."""
+        parts = zip(self.hidden, self.masks, self.calls, strict=True)
+        return [Stream([hidden_BSD], [mask_BS], [calls], self.dtype) for hidden_BSD, mask_BS, calls in parts]
 
     def forward(self, block: nn.Module, index: int, device: torch.device) -> Iterator[Tensor]:
         """Yield the block's output for each chunk."""
@@ -73,6 +79,8 @@ class BlockQuantizer:
     damp: float
     act_order: bool
     true_sequential: bool
+    smoothing: float | None
+    """Strength of the smoothing of int8 inputs; None leaves them as they are."""
 
     def layers_of(self, index: int) -> list[str]:
         prefix = self.decoder.block_name(index) + "."
@@ -120,13 +128,23 @@ class BlockQuantizer:
     ) -> None:
         device = self.decoder.device
         layers = {name: _linear(block, name) for name in wanted}
-        first_chunk = Stream(stream.hidden[:1], [None], stream.calls[:1], stream.dtype)
+        first_chunk = stream.chunks()[0]
         groups = shared_inputs(layers, lambda: list(first_chunk.forward(block, index, device)))
         unreached = set(wanted) - {name for group in groups for name in group}
         if unreached:
             raise RecipeError(
                 f"{self.decoder.block_name(index)}.{min(unreached)} takes no part in the block's forward",
                 fix="put it in `ignore`",
+            )
+        smoothed: set[str] = set()
+        if self.smoothing is not None and self.scheme.activations is not None:
+            chunks = stream.chunks()
+            smoothed = smooth_block(
+                block,
+                tensors,
+                run=lambda position: next(chunks[position].forward(block, index, device)),
+                masks=stream.masks,
+                strength=self.smoothing,
             )
         stages = [[group] for group in groups] if self.true_sequential else [groups]
         for stage in stages:
@@ -139,15 +157,17 @@ class BlockQuantizer:
                     weight = quantized[name]
                     stored_OI = dequantize(weight.codes, weight.scale.to(stream.dtype))
                     layers[name].weight = nn.Parameter(stored_OI, requires_grad=False)
+        if self.smoothing is not None and self.scheme.activations is not None:
+            for entry in report:
+                entry["smoothed"] = entry["layer"].removeprefix(self.decoder.block_name(index) + ".") in smoothed
 
     def _hessians(
         self, block: nn.Module, index: int, layers: dict[str, nn.Linear], stream: Stream
     ) -> dict[str, Tensor]:
         sums = {name: HessianSum(layer.in_features, self.decoder.device) for name, layer in layers.items()}
-        for position, mask_BS in enumerate(stream.masks):
-            chunk = Stream([stream.hidden[position]], [mask_BS], [stream.calls[position]], stream.dtype)
+        for chunk in stream.chunks():
 
-            def add(name: str, hidden_BSI: Tensor, mask_BS: Tensor | None = mask_BS) -> None:
+            def add(name: str, hidden_BSI: Tensor, mask_BS: Tensor | None = chunk.masks[0]) -> None:
                 sums[name].add(hidden_BSI, mask_BS)
 
             run_and_catch(layers, lambda chunk=chunk: list(chunk.forward(block, index, self.decoder.device)), add)
