@@ -35,6 +35,15 @@ def run_joined(loaded: LoadedRecipe, options: RunOptions, *, say: Callable[[str]
             where="launch.num_processes",
             fix=f"torchrun --nproc-per-node {stated}, or --set launch.num_processes={local}",
         )
+    from finetune.engine.launch import process_group
+
+    # One group for the whole run: a second one on torchrun's store would meet the addresses that the first left there.
+    launch = loaded.recipe.launch
+    with process_group(launch.device or "cpu", timeout_seconds=launch.timeout_seconds):
+        return _run_in_group(loaded, options, say=say)
+
+
+def _run_in_group(loaded: LoadedRecipe, options: RunOptions, *, say: Callable[[str], None]) -> dict[str, Any] | None:
     board = Board(loaded.run_dir)
     if int(os.environ["RANK"]) != 0:
         _follow(board)
