@@ -43,7 +43,7 @@ class QuantizeSettings(Section):
     """Quantize the columns of the largest inputs first; costs nothing at inference."""
     true_sequential: bool = True
     """Within a block, let a layer's Hessian see the block's earlier layers already quantized."""
-    smoothing: float | None = Field(0.5, ge=0, le=1)
+    smoothing: float | None = Field(0.7, ge=0, le=1)
     """For int8 inputs, with calibration: how much of an input's outliers moves into the weights; null moves nothing."""
     max_shard_size: str = "5GB"
     """Size limit of one weight file of the result."""
