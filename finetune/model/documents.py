@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
+from finetune.model.matmul import bmm
+
 NAME = "finetune_documents"
 """What ``config._attn_implementation`` holds for a model that attends by ``document_attention_forward``."""
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "smollm3"})
@@ -89,7 +91,7 @@ class _Group:
 
     def probabilities(self, query: Tensor, key: Tensor) -> Tensor:
         """(N * K, G * L, L): softmax over each document's past; ``query`` is scaled already."""
-        scores = torch.bmm(query, key.transpose(1, 2))
+        scores = bmm(query, key.transpose(1, 2))
         if scores.dtype not in self._future:
             hidden = torch.full((self.length, self.length), float("-inf"), dtype=scores.dtype)
             self._future[scores.dtype] = hidden.triu(1)
@@ -127,7 +129,7 @@ class _DocumentAttention(torch.autograd.Function):
             probabilities = group.probabilities(
                 group.take(query, num_kv_heads).mul_(scaling), group.take(key, num_kv_heads)
             )
-            group.put(torch.bmm(probabilities, group.take(value, num_kv_heads)), num_kv_heads, out)
+            group.put(bmm(probabilities, group.take(value, num_kv_heads)), num_kv_heads, out)
         # The probabilities are computed again in the backward: kept, they would be the largest of the activations.
         ctx.save_for_backward(query_BHSD, key_BKSD, value_BKSD)
         ctx.layout, ctx.scaling = layout, scaling
@@ -144,11 +146,11 @@ class _DocumentAttention(torch.autograd.Function):
             q, k, v, g = (group.take(tensor, num_kv_heads) for tensor in (query, key, value, grad))
             q.mul_(ctx.scaling)
             p = group.probabilities(q, k)
-            group.put(torch.bmm(p.transpose(1, 2), g), num_kv_heads, grad_value)
-            grad_p = torch.bmm(g, v.transpose(1, 2))
+            group.put(bmm(p.transpose(1, 2), g), num_kv_heads, grad_value)
+            grad_p = bmm(g, v.transpose(1, 2))
             grad_scores = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
-            group.put(torch.bmm(grad_scores, k).mul_(ctx.scaling), num_kv_heads, grad_query)
-            group.put(torch.bmm(grad_scores.transpose(1, 2), q), num_kv_heads, grad_key)
+            group.put(bmm(grad_scores, k).mul_(ctx.scaling), num_kv_heads, grad_query)
+            group.put(bmm(grad_scores.transpose(1, 2), q), num_kv_heads, grad_key)
         return (
             _by_head(grad_query, query_BHSD),
             _by_head(grad_key, key_BKSD),

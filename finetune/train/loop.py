@@ -31,6 +31,7 @@ from finetune.errors import CheckpointError, RecipeError
 from finetune.model import documents
 from finetune.model.attention import require_exact_attention
 from finetune.model.load import load_config, load_tokenizer, meta_model
+from finetune.model.matmul import round_alike
 from finetune.train.loss import CausalLMLoss
 from finetune.train.metrics import MetricsLog, peak_memory_bytes, read_metrics
 from finetune.train.resume import deciding_settings, require_same_settings
@@ -276,6 +277,7 @@ def _build_engine(
     ):
         attn_implementation = documents.NAME
     model = meta_model(config, attn_implementation=attn_implementation)
+    round_alike(model)
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise RecipeError(

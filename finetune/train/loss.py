@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune.errors import RecipeError
 from finetune.model import documents
 from finetune.model.attention import attention_mask
+from finetune.model.matmul import matmul
 
 BLOCK_ELEMENTS = 1 << 26
 """Logits that exist at once, in the compute dtype: 128 MiB in bfloat16. A block's three matrix products run whole."""
@@ -81,7 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows_N = positions_N[start : start + num_rows]
             num_filled = len(rows_N)
             block_NH = _filled_up(hidden_TH[rows_N], min(ROW_MULTIPLE, num_rows))
-            block_NV = block_NH @ head_weight_VH.T
+            block_NV = matmul(block_NH, head_weight_VH.T)
             block_NV[num_filled:] = 0
             loss += _softmax_gradient_(
                 block_NV[:num_filled],
@@ -91,9 +92,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 needs_hidden or needs_head,
             )
             if grad_TH is not None:
-                grad_TH[rows_N] = (block_NV @ head_weight_VH)[:num_filled]
+                grad_TH[rows_N] = matmul(block_NV, head_weight_VH)[:num_filled]
             if needs_head:
-                part_VH = block_NV.T @ block_NH
+                part_VH = matmul(block_NV.T, block_NH)
                 if grad_VH is None:
                     # Blocks add up in float32: bfloat16 would lose, block after block, what the next one brings.
                     grad_VH = part_VH if len(positions_N) <= num_rows else part_VH.float()
