@@ -148,9 +148,11 @@ def evaluate(options: Namespace) -> None:
 def generate(options: Namespace) -> None:
     quiet_libraries()
     from finetune.evaluate.generation import chat_prompt_ids, generate_replies
-    from finetune.model.load import load_model, load_tokenizer, resolve_model
+    from finetune.model.load import load_config, load_model, load_tokenizer, resolve_model
 
     folder = resolve_model(options.model)
+    # A broken config.json would be blamed on the tokenizer, which reads it, too.
+    load_config(folder)
     tokenizer = load_tokenizer(folder)
     if options.raw:
         prompt = tokenizer(options.prompt)["input_ids"]

@@ -32,9 +32,14 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process alone; the kernel lets go of it however the process ends.
 
-    Raises ResourceError when another process holds it.
+    Raises ResourceError when another process holds it, or the system makes no such folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise ResourceError(
+            f"the folder can't be made: {cause.strerror}", where=folder, fix="choose another output_dir"
+        ) from cause
     with (folder / ".lock").open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

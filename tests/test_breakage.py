@@ -138,3 +138,28 @@ def test_a_broken_config_is_an_error_of_the_model_folder(tmp_path: Path) -> None
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{")
     assert main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 4
+
+
+def test_an_array_with_a_row_nested_too_deep_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"text": "a"},\n{"a":' + "[" * 100_000)
+    with pytest.raises(DataError, match="can't be read") as caught:
+        list(read_rows(str(path)))
+    assert caught.value.where == f"{path}:2"
+
+
+def test_generate_blames_a_broken_config_and_not_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{")
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "x"]) == 4
+    assert "config" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that makes no folders")
+def test_a_run_folder_that_cant_be_made_is_a_resource_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "recipes/llama_sft.yaml", "--set", "output_dir=/proc/nowhere"]) == 5
+    assert "can't be made" in capsys.readouterr().err

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.quantize import quantize_model
+from finetune.quant.scheme import SCHEMES
 from finetune.quant.settings import QuantizeSettings
-from finetune.quant.smoothing import shared_inputs_of, smooth_block, smoothing_factors
+from finetune.quant.smoothing import searched_factors, shared_inputs_of, smooth_block, smoothing_factors
 from tests.tiny import CORPUS, tiny_llama
 
 ATTENTION_INPUT = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+INT8 = SCHEMES["w8a8"]
 MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 
 
@@ -53,7 +55,7 @@ def test_a_smoothed_block_computes_the_same_to_the_last_bit(
             return calls[position][0].run(block, hidden[position])
 
         before = [run(position) for position in range(3)]
-        smoothed = smooth_block(block, tensors, run=run, masks=[None] * 3, strength=0.5)
+        smoothed = smooth_block(block, tensors, run=run, masks=[None] * 3, strength=0.5, scheme=INT8)
         assert smoothed == ATTENTION_INPUT | MLP | ({"self_attn.o_proj"} if num_kv_heads == 4 else set())
         for position in range(3):
             assert torch.equal(run(position), before[position])
@@ -75,6 +77,30 @@ def test_factors_are_powers_of_two_and_leave_a_silent_channel_alone() -> None:
     assert torch.equal(factor_I.log2(), factor_I.log2().round())
 
 
+def test_the_search_finds_the_least_output_error() -> None:
+    torch.manual_seed(0)
+    sample_NI = torch.randn(200, 32)
+    sample_NI[:, 5] *= 40
+    weights = [torch.randn(24, 32), torch.randn(8, 32)]
+    largest_I = sample_NI.abs().amax(0)
+
+    def error(factor_I: Tensor) -> float:
+        exact, rounded = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        with torch.no_grad():
+            exact.weight.copy_(torch.cat(weights))
+            scaled_OI = exact.weight * factor_I
+            scale_O1 = scaled_OI.abs().amax(1, keepdim=True) / 127
+            rounded.weight.copy_((scaled_OI / scale_O1).round() * scale_O1)
+            step_N1 = (sample_NI / factor_I).abs().amax(1, keepdim=True) / 127
+            inputs_NI = (sample_NI / factor_I / step_N1).round() * step_N1
+            return float((rounded(inputs_NI) - exact(sample_NI)).square().mean())
+
+    found_I = searched_factors(largest_I, weights, sample_NI, INT8)
+    assert error(found_I) < 0.5 * error(torch.ones(32))
+    for strength in (0.2, 0.5, 0.9):
+        assert error(found_I) < 1.05 * error(smoothing_factors(largest_I, weights, strength))
+
+
 def test_a_module_that_reads_a_norm_beside_the_linear_layers_forbids_the_fold() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -94,20 +120,23 @@ def test_a_module_that_reads_a_norm_beside_the_linear_layers_forbids_the_fold() 
     assert shared_inputs_of(block, lambda: block(hidden))[0].producers == ["norm"]
     with torch.no_grad():
         before = block(hidden)
-        assert smooth_block(block, tensors, run=lambda _: block(hidden), masks=[None], strength=0.5) == set()
+        assert (
+            smooth_block(block, tensors, run=lambda _: block(hidden), masks=[None], strength=0.5, scheme=INT8) == set()
+        )
         assert torch.equal(block(hidden), before)
     assert tensors["norm.weight"][2] == 30
 
 
-def test_int8_of_a_model_with_outliers_needs_smoothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strength", [0.5, "search"])
+def test_int8_of_a_model_with_outliers_needs_smoothing(strength: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     source = with_outliers(tmp_path / "source")
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS * 3), encoding="utf-8")
     calibration = {"data": [{"path": str(data)}], "num_samples": 6, "max_seq_length": 24}
-    for name, strength in (("smooth", 0.5), ("plain", None)):
-        settings = QuantizeSettings(scheme="w8a8", calibration=calibration, smoothing=strength)
+    for name, smoothing in (("smooth", strength), ("plain", None)):
+        settings = QuantizeSettings(scheme="w8a8", calibration=calibration, smoothing=smoothing)
         quantize_model(source, settings=settings, out=tmp_path / name, seed=0)
     ids = torch.arange(60, 100).unsqueeze(0)
     with torch.no_grad():

@@ -126,6 +126,8 @@ def _read_array(path: str, text: str) -> Iterator[Row | DataError]:
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as cause:
             raise fault(cause.pos, cause.msg) from cause
+        except (RecursionError, ValueError) as cause:  # as above, in a line
+            raise fault(position, f"a row can't be read: {cause}") from cause
         yield _row(value, path, line)
         position = skip_space(position)
         if text.startswith(",", position):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -43,8 +43,9 @@ class QuantizeSettings(Section):
     """Quantize the columns of the largest inputs first; costs nothing at inference."""
     true_sequential: bool = True
     """Within a block, let a layer's Hessian see the block's earlier layers already quantized."""
-    smoothing: float | None = Field(0.7, ge=0, le=1)
-    """For int8 inputs, with calibration: how much of an input's outliers moves into the weights; null moves nothing."""
+    smoothing: Annotated[float, Field(ge=0, le=1)] | Literal["search"] | None = "search"
+    """For int8 inputs, with calibration: how much of an input's outliers moves into the weights; null moves nothing,
+    ``search`` chooses for each input."""
     max_shard_size: str = "5GB"
     """Size limit of one weight file of the result."""
 

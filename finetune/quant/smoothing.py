@@ -20,8 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.quant.activations import run_and_catch
+from finetune.quant.activations import fake_quantize_tokens, run_and_catch
+from finetune.quant.scales import dequantize, extreme_scales, round_to_codes
+from finetune.quant.scheme import QuantScheme
 
+SEARCHED_STRENGTHS = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+SEARCH_TOKENS = 1024
+"""Tokens of the first calibration chunk on which the strengths are compared."""
 _TINY = 1e-5
 
 
@@ -40,21 +45,27 @@ def smooth_block(
     *,
     run: Callable[[int], Tensor],
     masks: list[Tensor | None],
-    strength: float,
+    strength: float | None,
+    scheme: QuantScheme,
 ) -> set[str]:
     """Even out the inputs of the block's Linear layers, in ``block`` and in ``tensors`` (its stored tensors by name).
 
     ``run(c)`` gives the block's output for calibration chunk c, ``masks[c]`` (B, S) what of it isn't padding.
-    ``strength`` in 0..1 is how much of an input's range goes into the weights. Returns the layers that were smoothed.
+    ``strength`` in 0..1 is how much of an input's range goes into the weights; None chooses for each input the one of
+    SEARCHED_STRENGTHS, or no smoothing, under which ``scheme`` changes the layers' outputs least. Returns the layers
+    that were smoothed.
     """
     inputs = shared_inputs_of(block, lambda: run(0))
     readers = {entry.consumers[0]: block.get_submodule(entry.consumers[0]) for entry in inputs}
     largest: dict[str, Tensor] = {}
+    sample: dict[str, Tensor] = {}
 
     def widen(mask_BS: Tensor | None, name: str, hidden_BSI: Tensor) -> None:
         hidden_NI = hidden_BSI.flatten(0, -2) if mask_BS is None else hidden_BSI[mask_BS.to(hidden_BSI.device)]
         peak_I = hidden_NI.abs().amax(0).float()
         largest[name] = torch.maximum(largest[name], peak_I) if name in largest else peak_I
+        if strength is None and name not in sample:
+            sample[name] = hidden_NI[:SEARCH_TOKENS].float()
 
     for position, mask_BS in enumerate(masks):
         run_and_catch(readers, partial(run, position), partial(widen, mask_BS))
@@ -62,7 +73,11 @@ def smooth_block(
     smoothed: set[str] = set()
     for entry in inputs:
         columns = [tensors[f"{name}.weight"] for name in entry.consumers]
-        factor_I = smoothing_factors(largest[entry.consumers[0]].cpu(), columns, strength)
+        largest_I = largest[entry.consumers[0]].cpu()
+        if strength is None:
+            factor_I = searched_factors(largest_I, columns, sample.pop(entry.consumers[0]), scheme)
+        else:
+            factor_I = smoothing_factors(largest_I, columns, strength)
         if not torch.isfinite(factor_I).all() or (factor_I == 1).all():
             continue
         for producer in entry.producers:
@@ -86,6 +101,31 @@ def smoothing_factors(largest_I: Tensor, weights: list[Tensor], strength: float)
     exponent_I = (exponent_I - exponent_I.mean()).round().clamp(-8, 8)
     # An input that is always 0 keeps its weights as they are.
     return torch.where(largest_I > 0, exponent_I.exp2(), 1.0)
+
+
+def searched_factors(largest_I: Tensor, weights: list[Tensor], sample_NI: Tensor, scheme: QuantScheme) -> Tensor:
+    """Of ``smoothing_factors`` with each of SEARCHED_STRENGTHS, and of no smoothing, those of least output error.
+
+    An input's range is its largest value or its root mean square, whichever does better: a down projection's few huge
+    tokens say little about the others (a quarter less error by the latter). The error is that of rounding to nearest:
+    weights by their rows' extremes, inputs ``sample_NI`` by their tokens'.
+    """
+    assert scheme.activations is not None
+    weight_OI = torch.cat([weight.to(sample_NI.device, torch.float32) for weight in weights])
+    exact_NO = sample_NI @ weight_OI.T
+    candidates = [torch.ones_like(largest_I)]
+    typical_I = sample_NI.square().mean(0).sqrt().cpu()
+    for range_I in (largest_I, torch.where(largest_I > 0, typical_I, 0.0)):
+        candidates += [smoothing_factors(range_I, weights, strength) for strength in SEARCHED_STRENGTHS]
+    errors = []
+    for candidate_I in candidates:
+        factor_I = candidate_I.to(sample_NI.device)
+        scaled_OI = weight_OI * factor_I
+        scale_O1 = extreme_scales(scaled_OI, scheme.weights, torch.float32)
+        rounded_OI = dequantize(round_to_codes(scaled_OI, scale_O1, scheme.weights), scale_O1)
+        rounded_NI = fake_quantize_tokens(sample_NI / factor_I, scheme.activations)
+        errors.append(float((rounded_NI @ rounded_OI.T - exact_NO).square().mean()))
+    return candidates[errors.index(min(errors))]
 
 
 def _fold(tensors: dict[str, Tensor], producer: str, consumers: list[str], factor_I: Tensor) -> None:

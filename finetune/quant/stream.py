@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class BlockQuantizer:
     damp: float
     act_order: bool
     true_sequential: bool
-    smoothing: float | None
+    smoothing: float | Literal["search"] | None
     """Strength of the smoothing of int8 inputs; None leaves them as they are."""
 
     def layers_of(self, index: int) -> list[str]:
@@ -144,7 +144,8 @@ class BlockQuantizer:
                 tensors,
                 run=lambda position: next(chunks[position].forward(block, index, device)),
                 masks=stream.masks,
-                strength=self.smoothing,
+                strength=None if self.smoothing == "search" else self.smoothing,
+                scheme=self.scheme,
             )
         stages = [[group] for group in groups] if self.true_sequential else [groups]
         for stage in stages:
