@@ -83,6 +83,8 @@ def quantize(options: Namespace) -> None:
                 flags["calibration"][key] = getattr(options, key)
     settings = parse_flags(QuantizeSettings, flags)
     out = free_folder(options, options.model)
+    if settings.scheme == "w8a8" and settings.calibration is None:
+        say("without --calibration the outliers of int8 inputs stay where they are, and cost quality")
     quiet_libraries()
     from finetune.model.load import resolve_model
     from finetune.quant.quantize import quantize_model
