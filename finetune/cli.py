@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--exact-match", metavar="FILE", help="conversations whose last answer is generated and compared"
     )
-    evaluate.add_argument("--window", metavar="N", help="tokens of a perplexity window (1024)")
+    evaluate.add_argument("--window", metavar="N", help="tokens of a perplexity window (1024, or the model's context)")
     evaluate.add_argument("--max-tokens", metavar="N", help="tokens of the file to take (all)")
     evaluate.add_argument("--max-new-tokens", metavar="N", help="tokens to generate at most")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from finetune.errors import CheckpointError, QualityGateError, RecipeError
 from finetune.evaluate.gate import check_gate
 from finetune.evaluate.perplexity import perplexity
-from finetune.evaluate.run import Figures, evaluate_models
+from finetune.evaluate.run import Figures, evaluate_models, shared_window
 from finetune.evaluate.settings import EvaluateSettings
 from finetune.evaluate.table import format_table
 from finetune.evaluate.windows import text_windows
@@ -187,3 +187,14 @@ def test_the_table_is_aligned_and_leaves_absent_figures_blank() -> None:
 def test_settings_that_can_not_hold_are_refused(values: dict[str, object], shown: str) -> None:
     with pytest.raises(ValidationError, match=shown):
         EvaluateSettings.model_validate(values)
+
+
+def test_windows_stay_within_every_model_s_context(tmp_path: Path) -> None:
+    short = tiny_llama(tmp_path / "short", max_position_embeddings=96)
+    long = tiny_llama(tmp_path / "long", max_position_embeddings=4096)
+    assert shared_window([long], None) == 1024
+    assert shared_window([long, short], None) == 96
+    assert shared_window([long, short], 96) == 96
+    with pytest.raises(RecipeError, match="longer than the context") as caught:
+        shared_window([long, short], 97)
+    assert "at most 96" in str(caught.value)

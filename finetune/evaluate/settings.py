@@ -15,8 +15,9 @@ class EvaluateSettings(Section):
     """The stage whose model the others are compared with (KL, ratio of perplexities, drop of exact match)."""
     perplexity: str | None = None
     """A text file to take perplexity on, and KL to the reference where there is one."""
-    window: int = Field(1024, ge=2)
-    """Tokens in one window of that text. Windows don't overlap; each starts with no context."""
+    window: int | None = Field(None, ge=2)
+    """Tokens in one window of that text; default: 1024, or the models' context where that is shorter. Windows don't
+    overlap; each starts with no context."""
     max_tokens: int | None = Field(None, ge=2)
     """Read only the first so many tokens of the text."""
     exact_match: DatasetSettings | None = None

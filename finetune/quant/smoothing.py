@@ -5,7 +5,7 @@ channel by a factor where it is made (a norm's weight, the rows of the Linear be
 layers that read it: the block computes the same, its inputs are even. Factors are powers of two, so nothing is rounded:
 whether a pair of layers may be folded is decided by trying, the block's output must stay the same to the last bit.
 
-On a 135M model int8 inputs and weights, rounded to nearest, cost 2.8% of perplexity without it and 1.0% with strength 0.7
+On a 135M model int8 inputs and weights, rounded to nearest, cost 2.8% of perplexity without it, 1.0% with strength 0.7
 (KL 0.0135 nats a token); searched, with GPTQ, 0.7% (KL 0.0087; with GPTQ and 0.7 it is 0.0111). See bench/README.md.
 """
 
