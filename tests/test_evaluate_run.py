@@ -190,8 +190,10 @@ def test_settings_that_can_not_hold_are_refused(values: dict[str, object], shown
 
 
 def test_windows_stay_within_every_model_s_context(tmp_path: Path) -> None:
-    short = tiny_llama(tmp_path / "short", max_position_embeddings=96)
-    long = tiny_llama(tmp_path / "long", max_position_embeddings=4096)
+    short, long = tiny_llama(tmp_path / "short"), tiny_llama(tmp_path / "long")
+    for folder, context in ((short, 96), (long, 4096)):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": context}))
     assert shared_window([long], None) == 1024
     assert shared_window([long, short], None) == 96
     assert shared_window([long, short], 96) == 96

@@ -28,8 +28,8 @@ def evaluate_models(
     """{name: figures} of plain Hugging Face folders, in the order of ``models``, each in the dtype it is stored in.
 
     With ``settings.perplexity``: perplexity, num_tokens, window and, against ``reference`` (a key of ``models``), kl
-    (nats a token), top1_agreement and perplexity_ratio. With ``settings.exact_match``: exact_match (0 to 1), num_answers and
-    exact_match_drop. Always: size_bytes of the weight files.
+    (nats a token), top1_agreement and perplexity_ratio. With ``settings.exact_match``: exact_match (0 to 1),
+    num_answers and exact_match_drop. Always: size_bytes of the weight files.
 
     Raises CheckpointError for a model that doesn't load or gives NaN, DataError for bad data, RecipeError for models
     that can't be compared. ``gate.check_gate`` holds the figures to the limits; apart, so that the table is kept first.
