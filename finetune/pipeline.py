@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from finetune import errors
 from finetune.artifact import check_files, read_manifest
+from finetune.engine.choice import choose_engine, require_installed
 from finetune.errors import CheckpointError, FinetuneError, RecipeError, ResourceError
 from finetune.files import write_json, write_text
 from finetune.fingerprint import Fingerprints, changes
@@ -101,6 +102,7 @@ def run_recipe(
 ) -> dict[str, Any]:
     """Run all stages that aren't done; return the summary. Raises the first FinetuneError of any stage."""
     check_files_exist(loaded)
+    require_engine(loaded)
     first = loaded.stage(options.from_stage, flag="--from").index if options.from_stage else 1
     last = loaded.stage(options.until_stage, flag="--until").index if options.until_stage else len(loaded.stages)
     if first > last:
@@ -134,6 +136,14 @@ def run_recipe(
             write_summary(loaded)
             say(f"{label}: {describe(loaded, plan.stage)}")
         return write_summary(loaded)
+
+
+def require_engine(loaded: LoadedRecipe) -> None:
+    """Raise MissingDependencyError before anything runs when a training needs an engine that isn't installed."""
+    launch = loaded.recipe.launch
+    if any(stage.implementation.run_rank is not None for stage in loaded.stages):
+        name, _ = choose_engine(loaded.recipe.zero, world_size=launch.num_processes or 1, device=launch.device or "cpu")
+        require_installed(name)
 
 
 def _refuse_changed_unfinished(loaded: LoadedRecipe, todo: list[PlannedStage]) -> None:

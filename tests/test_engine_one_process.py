@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.engine.adamw import AdamW
-from finetune.engine.build import choose_engine
+from finetune.engine.choice import choose_engine
 from finetune.engine.protocol import AdamWSettings
 from finetune.engine.settings import LaunchSettings, ZeroSettings
 from finetune.errors import CheckpointError, RecipeError
@@ -165,8 +165,12 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     ("zero", "message"),
     [
         ({"stage": 2, "offload": {"parameters": "cpu", "optimizer": "cpu"}}, "needs `stage: 3`"),
-        ({"stage": 3, "offload": {"optimizer": "cpu"}}, "`offload.optimizer: cpu` alone"),
-        ({"stage": 3, "offload": {"parameters": "cpu"}}, "`offload.parameters: cpu` alone"),
+        ({"stage": 1, "offload": {"optimizer": "nvme", "nvme_path": "x"}}, "nvme` needs `stage: 3`"),
+        ({"stage": 2, "offload": {"optimizer": "cpu", "ratio": 0.5}}, "`offload.ratio` below 1 needs `stage: 3`"),
+        ({"stage": 3, "offload": {"optimizer": "nvme"}}, "offload.nvme_path"),
+        ({"stage": 3, "offload": {"ratio": 0.5}}, "`offload.ratio` below 1"),
+        ({"stage": 3, "engine": "fsdp2", "offload": {"parameters": "cpu"}}, "not `offload.parameters` alone"),
+        ({"stage": 3, "engine": "fsdp2", "offload": {"optimizer": "cpu", "ratio": 0.5}}, "all of the optimizer"),
         ({"stage": 0, "engine": "fsdp2"}, "needs a `stage` of 1, 2 or 3"),
     ],
 )
@@ -184,6 +188,12 @@ def test_the_choice_of_engine_says_why():
         ({"stage": 3, "offload": offload}, 1, "cuda", "fsdp2"),
         ({"stage": 3, "offload": offload}, 1, "cpu", "replicated"),
         ({"stage": 2, "engine": "fsdp2"}, 1, "cpu", "fsdp2"),
+        ({"stage": 1, "offload": {"optimizer": "cpu"}}, 2, "cpu", "fsdp2"),
+        ({"stage": 3, "offload": {"optimizer": "cpu"}}, 1, "cuda", "replicated"),
+        ({"stage": 3, "offload": {"parameters": "cpu"}}, 2, "cuda", "deepspeed"),
+        ({"stage": 3, "offload": {"optimizer": "cpu", "ratio": 0.3}}, 2, "cuda", "deepspeed"),
+        ({"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": "x"}}, 2, "cuda", "deepspeed"),
+        ({"stage": 2, "engine": "deepspeed"}, 1, "cpu", "deepspeed"),
     ]:
         name, why = choose_engine(ZeroSettings.model_validate(zero), world_size=world_size, device=device)
         assert name == expected

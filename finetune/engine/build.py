@@ -9,25 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.engine.choice import choose_engine, require_installed
 from finetune.engine.fsdp2 import Fsdp2Engine
 from finetune.engine.protocol import AdamWSettings, Engine
 from finetune.engine.replicated import ReplicatedEngine
 from finetune.engine.settings import ZeroSettings
 from finetune.errors import RecipeError
-
-
-def choose_engine(zero: ZeroSettings, *, world_size: int, device: str) -> tuple[str, str]:
-    """(engine's name, why). With one process there is nothing to shard, but FSDP2 can still offload from a GPU."""
-    offloads = zero.offload.parameters == "cpu" and device != "cpu"
-    if zero.engine == "fsdp2":
-        return "fsdp2", f"zero.engine asks for it, stage {zero.stage}"
-    if zero.stage == 0:
-        return "replicated", "zero.stage is 0: each process holds everything"
-    if world_size == 1 and not offloads:
-        return "replicated", f"one process has nothing to share, so zero.stage {zero.stage} is what it holds anyway"
-    return "fsdp2", f"zero.stage {zero.stage} on {world_size} process{'es' if world_size > 1 else ''}" + (
-        ", parameters and optimizer offloaded to the host" if offloads else ""
-    )
 
 
 def build_engine(
@@ -39,16 +26,32 @@ def build_engine(
     device: str,
     compute_dtype: torch.dtype,
     adamw: AdamWSettings,
+    gradient_accumulation_steps: int = 1,
 ) -> tuple[Engine, str]:
     """(engine, why this one). ``module`` wraps ``model``, whose parameters are on the meta device; ``folder`` has them.
 
-    Raises CheckpointError when the folder's weights aren't the model's.
+    Raises CheckpointError when the folder's weights aren't the model's, MissingDependencyError for an engine that isn't
+    installed.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     name, reason = choose_engine(zero, world_size=world_size, device=device)
+    require_installed(name)
     torch_device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     if name == "replicated":
         return ReplicatedEngine(module, folder, device=torch_device, compute_dtype=compute_dtype, adamw=adamw), reason
+    if name == "deepspeed":
+        from finetune.engine.deepspeed import DeepSpeedEngine
+
+        engine = DeepSpeedEngine(
+            module,
+            folder,
+            zero=zero,
+            device=torch_device,
+            compute_dtype=compute_dtype,
+            adamw=adamw,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+        )
+        return engine, reason
     engine = Fsdp2Engine(
         module,
         folder,

@@ -30,7 +30,8 @@ from typing import Literal
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from finetune.engine.build import choose_engine, decoder_blocks
+from finetune.engine.build import decoder_blocks
+from finetune.engine.choice import choose_engine
 from finetune.engine.settings import ZeroSettings
 from finetune.model.load import meta_model
 
@@ -133,8 +134,8 @@ def predict_memory(
     micro_batch_size: int,
     max_seq_length: int,
     gradient_accumulation_steps: int = 1,
-    mixed_precision: Literal["bf16", "fp32"] = "bf16",
-    gradient_checkpointing: bool = False,
+    mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16",
+    checkpointed_every: int | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     attn_implementation: str = "sdpa",
     packing: bool = True,
@@ -147,7 +148,7 @@ def predict_memory(
     """
     # Only sizes matter here, and eager is what every model has.
     size = ModelSize.of(meta_model(config, attn_implementation="eager"))
-    compute_bytes = 2 if mixed_precision == "bf16" else 4
+    compute_bytes = 4 if mixed_precision == "fp32" else 2
     engine, reason = choose_engine(zero, world_size=world_size, device=device)
     offloads = zero.offload.parameters == "cpu" and device == "cuda"
     if engine == "replicated":
@@ -168,7 +169,7 @@ def predict_memory(
             seq_length=max_seq_length,
             attn_implementation=attn_implementation,
             masked=packing,
-            checkpointing=gradient_checkpointing,
+            checkpointing=checkpointed_every is not None,
         ),
         *_loss(text, compute_bytes=compute_bytes, num_tokens=num_tokens, chunk_elements=logits_chunk_elements),
     ]

@@ -28,6 +28,8 @@ class StepResult:
     """Sum over all ranks' micro-batches of what the module returned."""
     grad_norm: float
     """L2 norm of the summed gradient over all parameters, before clipping."""
+    is_skipped: bool = False
+    """float16 only: the scaled gradient overflowed, no weight was changed and the loss scale was lowered."""
 
     @property
     def is_finite(self) -> bool:
@@ -58,8 +60,9 @@ class Engine(Protocol):
         """The live state, to be saved, or loaded in place and announced by ``state_loaded``.
 
         ``model.<name>``: float32 masters; ``optimizer.exp_avg.<name>`` and ``optimizer.exp_avg_sq.<name>``: AdamW's
-        moments; ``optimizer.step``: float32, 0-dim; ``buffer.<name>``: persistent buffers. Names are the model's own;
-        a tied parameter stands once, under its canonical name. Sharded tensors are DTensors.
+        moments, of what is trained; ``optimizer.step``: float32, 0-dim; ``optimizer.loss_scale`` and
+        ``optimizer.good_steps``: the same, with float16 only; ``buffer.<name>``: persistent buffers. Names are the
+        model's own; a tied parameter stands once, under its canonical name. Sharded tensors are DTensors.
         """
 
     def state_loaded(self) -> None:

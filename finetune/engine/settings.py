@@ -19,36 +19,58 @@ class LaunchSettings(Section):
 
 
 class OffloadSettings(Section):
-    optimizer: Literal["none", "cpu"] = "none"
-    """Where masters and optimizer state live between their uses."""
-    parameters: Literal["none", "cpu"] = "none"
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where float32 masters and optimizer state live, and are stepped. cpu with `parameters: none` is ZeRO-Offload."""
+    parameters: Literal["none", "cpu", "nvme"] = "none"
     """Where the shards of the parameters live between their uses; needs stage 3."""
+    ratio: float = Field(1.0, gt=0, le=1)
+    """The part of the optimizer state that `optimizer: cpu` moves; below 1 needs stage 3 and DeepSpeed."""
+    nvme_path: str | None = None
+    """A folder on a fast local disk, for what is offloaded to nvme."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> OffloadSettings:
+        if "nvme" in (self.optimizer, self.parameters) and not self.nvme_path:
+            raise ValueError("`nvme` needs a place: set `offload.nvme_path` to a folder on a fast local disk")
+        if self.ratio < 1 and self.optimizer != "cpu":
+            raise ValueError("`offload.ratio` below 1 divides what `offload.optimizer: cpu` moves: set that too")
+        return self
 
 
 class ZeroSettings(Section):
     stage: int = Field(0, ge=0, le=3)
     """0: nothing is sharded. 1: masters and optimizer state are; 2: gradients too; 3: parameters too."""
-    engine: Literal["auto", "fsdp2"] = "auto"
-    """auto: FSDP2 for stages 1 to 3 on several processes, else the replicated engine."""
+    engine: Literal["auto", "fsdp2", "deepspeed"] = "auto"
+    """auto: FSDP2 (stage 0: our replicated engine) where it does exactly what is asked, DeepSpeed where only it can."""
     offload: OffloadSettings = Field(default_factory=OffloadSettings)
 
     @model_validator(mode="after")
     def _possible(self) -> ZeroSettings:
-        optimizer, parameters = self.offload.optimizer == "cpu", self.offload.parameters == "cpu"
-        if parameters and self.stage != 3:
+        """Refuse what no engine does; which of them does the rest is ``finetune.engine.build.choose_engine``'s."""
+        offload = self.offload
+        if offload.parameters != "none" and self.stage != 3:
             raise ValueError(
-                f"`offload.parameters: cpu` needs `stage: 3`: stage {self.stage} keeps whole parameters everywhere"
+                f"`offload.parameters: {offload.parameters}` needs `stage: 3`: stage {self.stage} keeps whole "
+                "parameters everywhere"
             )
-        if optimizer and not parameters:
-            raise ValueError(
-                "`offload.optimizer: cpu` alone can't be done: FSDP2 moves parameters and optimizer together; "
-                "set `stage: 3` and `offload.parameters: cpu` too, or set `offload.optimizer: none`"
-            )
-        if parameters and not optimizer:
-            raise ValueError(
-                "`offload.parameters: cpu` alone can't be done: FSDP2 moves parameters and optimizer together; "
-                "set `offload.optimizer: cpu` too"
-            )
-        if self.engine == "fsdp2" and self.stage == 0:
-            raise ValueError("`engine: fsdp2` shards, so it needs a `stage` of 1, 2 or 3")
+        if self.stage != 3 and (offload.optimizer == "nvme" or offload.ratio < 1):
+            what = "`offload.optimizer: nvme`" if offload.optimizer == "nvme" else "`offload.ratio` below 1"
+            raise ValueError(f"{what} needs `stage: 3`: DeepSpeed, the one engine that can, has it for stage 3 alone")
+        if self.engine == "fsdp2":
+            if self.stage == 0:
+                raise ValueError("`engine: fsdp2` shards, so it needs a `stage` of 1, 2 or 3")
+            if why := needs_deepspeed(self):
+                raise ValueError(f"`engine: fsdp2` can't: {why}; set `engine: auto` or `engine: deepspeed`")
         return self
+
+
+def needs_deepspeed(zero: ZeroSettings) -> str | None:
+    """Why only DeepSpeed can do exactly what ``zero`` asks for; None where our own engines can."""
+    offload = zero.offload
+    if "nvme" in (offload.optimizer, offload.parameters):
+        return "it can't offload to nvme"
+    if offload.ratio < 1:
+        return "it moves all of the optimizer or nothing, not an `offload.ratio` of it"
+    if offload.parameters == "cpu" and offload.optimizer == "none":
+        return "it offloads parameters together with the optimizer, not `offload.parameters` alone"
+    return None

@@ -29,6 +29,7 @@ from finetune.engine.protocol import AdamWSettings, Engine, MicroBatch, StepResu
 from finetune.engine.settings import ZeroSettings
 from finetune.errors import CheckpointError, RecipeError
 from finetune.model import documents
+from finetune.model.activations import checkpoint_blocks
 from finetune.model.attention import require_exact_attention
 from finetune.model.load import load_config, load_tokenizer, meta_model
 from finetune.model.matmul import round_alike
@@ -38,9 +39,9 @@ from finetune.train.resume import deciding_settings, require_same_settings
 from finetune.train.schedule import learning_rate_at
 from finetune.train.settings import TrainSettings
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The largest difference that rounding makes, over the logits' spread; a factor or a cap that is missed makes far more.
-LOGIT_TOLERANCES = {"bf16": 0.05, "fp32": 1e-3}
+LOGIT_TOLERANCES = {"bf16": 0.05, "fp16": 0.02, "fp32": 1e-3}
 
 
 @dataclass
@@ -278,14 +279,8 @@ def _build_engine(
         attn_implementation = documents.NAME
     model = meta_model(config, attn_implementation=attn_implementation)
     round_alike(model)
-    if settings.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise RecipeError(
-                f"{type(model).__name__} can't checkpoint its activations",
-                where="gradient_checkpointing",
-                fix="set gradient_checkpointing: false",
-            )
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if settings.checkpointed_every is not None:
+        checkpoint_blocks(model, every=settings.checkpointed_every)
     return build_engine(
         CausalLMLoss(model),
         model,
@@ -294,6 +289,7 @@ def _build_engine(
         device=device,
         compute_dtype=COMPUTE_DTYPES[settings.mixed_precision],
         adamw=AdamWSettings(betas=settings.betas, epsilon=settings.epsilon, weight_decay=settings.weight_decay),
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
     )
 
 

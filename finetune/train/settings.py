@@ -42,10 +42,13 @@ class TrainSettings(Section):
     epsilon: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
     """The gradient is scaled down to this norm over all parameters when it is longer."""
-    mixed_precision: Literal["bf16", "fp32"] = "bf16"
-    """What is computed in; masters and optimizer state are float32 either way."""
-    gradient_checkpointing: bool = False
-    """Compute each layer's activations again in the backward pass: less memory, about a third more time."""
+    mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """What is computed in; masters and optimizer state are float32 in each case. fp16 scales its loss dynamically."""
+    gradient_checkpointing: Literal["none", "full"] | int = "none"
+    """Which blocks compute their activations again in the backward pass: `none`, `full` (all: far less memory, about a
+    third more time), or a number k (every k-th block)."""
+    activation_offload: bool = False
+    """Keep the activations that wait for the backward pass in the host's memory. On the cpu they are there anyway."""
     save_every_steps: int | None = Field(None, ge=1)
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = Field(2, ge=1)
@@ -61,6 +64,20 @@ class TrainSettings(Section):
     max_shard_size: str = "5GB"
     """Size limit of one file of the consolidated model: a number with KB, MB, GB or TB."""
 
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _spelt_out(cls, value: object) -> object:
+        if isinstance(value, bool):
+            return "full" if value else "none"
+        return value
+
+    @field_validator("gradient_checkpointing")
+    @classmethod
+    def _is_every(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("write `none`, `full`, or a number of 1 or more: every k-th block")
+        return value
+
     @field_validator("max_shard_size")
     @classmethod
     def _is_size(cls, value: str) -> str:
@@ -75,6 +92,13 @@ class TrainSettings(Section):
         if self.eval_rows is not None and self.eval_data:
             raise ValueError("give `eval_data` or `eval_rows`, not both")
         return self
+
+    @property
+    def checkpointed_every(self) -> int | None:
+        """Every how many blocks one is checkpointed: 1 is all, None is none."""
+        if isinstance(self.gradient_checkpointing, int):
+            return self.gradient_checkpointing
+        return 1 if self.gradient_checkpointing == "full" else None
 
     @property
     def max_shard_size_bytes(self) -> int:

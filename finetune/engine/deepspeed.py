@@ -1,0 +1,1 @@
+"""Sharded state through DeepSpeed (an extra)."""
