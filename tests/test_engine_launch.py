@@ -22,7 +22,7 @@ from finetune.errors import DataError
 import torch, torch.distributed as dist
 
 verb, folder = sys.argv[1], Path(sys.argv[2])
-with rank_process("cpu", timeout_seconds=60) as (rank, world_size):
+with rank_process("cpu", timeout_seconds=10 if verb in ("stopped", "hangs") else 60) as (rank, world_size):
     assert under_torchrun() and world_size == 2
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     if verb == "succeed":
@@ -31,6 +31,10 @@ with rank_process("cpu", timeout_seconds=60) as (rank, world_size):
         (folder / f"{rank}.txt").write_text(f"{total.item()} {torch.get_num_threads()}")
     elif rank == 1 and verb == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 1 and verb == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == 1 and verb == "hangs":
+        time.sleep(600)
     elif rank == 1 and verb == "data":
         raise DataError("row 7 is bad", where="rows.jsonl:7", fix="correct it")
     elif rank == 1 and verb == "bug":
@@ -65,6 +69,17 @@ def test_a_killed_rank_ends_the_others_within_seconds_and_is_named(program, tmp_
     start = time.monotonic()
     with pytest.raises(ResourceError, match="rank 1 was ended by SIGKILL"):
         launch(program, "killed", tmp_path)
+    assert time.monotonic() - start < 40
+    assert not alive(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("verb", "sign"), [("stopped", "gave no sign of life for 8 s"), ("hangs", "didn't come to where the others")]
+)
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout_and_is_named(program, tmp_path, verb, sign):
+    start = time.monotonic()
+    with pytest.raises(ResourceError, match=rf"rank 1 \(process \d+ on .*\) {sign}"):
+        launch(program, verb, tmp_path)
     assert time.monotonic() - start < 40
     assert not alive(tmp_path)
 

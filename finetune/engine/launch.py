@@ -23,18 +23,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import finetune.errors
+from finetune.engine.lost_ranks import Watch
+from finetune.engine.roll_call import call_roll, interface_for
 from finetune.errors import FinetuneError, InterruptedRunError, ResourceError, resource_error
 from finetune.processes import die_with_parent
 
 TIMEOUT_SECONDS = 600.0
 SHUTDOWN_SECONDS = 3
 """How long the ranks that are left have to end by themselves once one is lost."""
+JOINED_VARIABLE = "FINETUNE_JOINED"
+"""Set, to the launcher's name, in a process that took its rank from another launcher's environment than torchrun's."""
+_OWN_RUN_ID = "ranks-"
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank that torchrun, or ``run_ranks``, started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+    """Whether this process is a rank that torchrun, ``run_ranks`` or SLURM (once joined) started."""
+    return "RANK" in os.environ and ("TORCHELASTIC_RUN_ID" in os.environ or JOINED_VARIABLE in os.environ)
 
 
 def run_ranks(arguments: Sequence[str], *, num_processes: int, device: str, log_dir: Path) -> None:
@@ -50,7 +55,7 @@ def run_ranks(arguments: Sequence[str], *, num_processes: int, device: str, log_
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
-        run_id=f"ranks-{uuid.uuid4().hex[:8]}",
+        run_id=f"{_OWN_RUN_ID}{uuid.uuid4().hex[:8]}",
         rdzv_backend="c10d",
         # Port 0: any that is free. The store lives in this process, so it outlasts a lost rank.
         rdzv_endpoint="127.0.0.1:0",
@@ -84,13 +89,18 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 def _cause(failures: dict[int, ProcessFailure], log_dir: Path) -> Exception:
-    """The failure that explains the others: a rank that was killed, then one that says why, then the first."""
+    """The failure that explains the others: who hung, who was killed, who says why of itself, then of another."""
 
     def order(rank: int) -> tuple[int, float]:
         failure, report = failures[rank], _report(failures[rank])
+        timestamp = report.get("time", failure.timestamp)
+        if report.get("about") == "hung rank":
+            return 0, timestamp  # it was killed for that, so its own end says less
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return 0, failure.timestamp
-        return (1 if "error" in report else 2 if report else 3), report.get("time", failure.timestamp)
+            return 1, failure.timestamp
+        if report.get("about") == "other rank":
+            return 4, timestamp
+        return (2 if "error" in report else 3 if report else 5), timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -127,8 +137,7 @@ def rank_process(device: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> It
     die_with_parent()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # Reported before the group is left: the other ranks then fail too, and theirs must not look like the first.
-    with _reported(), process_group(device, timeout_seconds=timeout_seconds) as ranks, _reported():
+    with _reported(), process_group(device, timeout_seconds=timeout_seconds) as ranks:
         yield ranks
 
 
@@ -157,13 +166,13 @@ def _report_path() -> str | None:
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
-def _write_report(error: BaseException) -> None:
+def _write_report(error: BaseException, *, about: str = "this rank") -> None:
     """Leave the error where the launcher looks for it, in the launcher's own format with ours inside."""
     path = _report_path()
     if path is None or os.path.exists(path):
         return
     text = "".join(traceback.format_exception(error))
-    report: dict[str, Any] = {"traceback": text, "time": time.time()}
+    report: dict[str, Any] = {"traceback": text, "time": time.time(), "about": about}
     if isinstance(error, FinetuneError):
         report["error"] = {
             "kind": type(error).__name__,
@@ -182,29 +191,75 @@ def process_group(
 ) -> Iterator[tuple[int, int]]:
     """Join the ranks that a launcher started; yields (rank, world size): (0, 1) in a process alone, without a group.
 
-    A collective that waits longer than ``timeout_seconds`` for another rank raises, so none hangs. ``alone_too`` makes
-    a group of one for a process alone. Inside another ``process_group`` it only tells the ranks.
+    A collective that waits longer than ``timeout_seconds`` for another rank raises, so none hangs. Whatever ends the
+    body is raised on as it is where it is this rank's own; in place of a collective that broke comes the error of the
+    rank that failed first, or a ResourceError that names who was lost. A lost rank that the main thread can't see ends
+    the process with that error's exit code. ``alone_too`` makes a group of one for a process alone. Inside another
+    ``process_group`` it only tells the ranks.
     """
     if dist.is_initialized():
         yield dist.get_rank(), dist.get_world_size()
         return
     launched = under_torchrun()
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        # A scheduler may show each process its own GPU alone.
+        torch.cuda.set_device(local_rank if torch.cuda.device_count() > 1 else 0)
     if not launched and not alone_too:
         yield 0, 1
         return
     # Offloaded state is on the cpu and checkpoints gather there, so a group on GPUs speaks gloo too.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
     if launched:
-        if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and sys.platform.startswith("linux"):
-            # Else gloo looks up the host's own name, which fails or is slow where there is no network.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        with _joined_group(backend, timeout_seconds) as ranks:
+            yield ranks
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield dist.get_rank(), dist.get_world_size()
+        yield 0, 1
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _joined_group(backend: str, timeout_seconds: float) -> Iterator[tuple[int, int]]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    roll = call_roll(timeout_seconds=timeout_seconds)
+    interface = interface_for(roll.members, rank)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    watch = Watch(roll, rank, timeout_seconds=timeout_seconds, on_lost=_end_process)
+    watch.start()
+    try:
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(seconds=timeout_seconds),
+            store=dist.PrefixStore("group", roll.store),
+            rank=rank,
+            world_size=world_size,
+        )
+        yield rank, world_size
+    except BaseException as error:
+        cause = watch.explain(error)
+        # Before the group is left: the other ranks then fail too, and their errors must not look like the first.
+        if not isinstance(cause, SystemExit | KeyboardInterrupt):
+            _write_report(cause, about="this rank" if cause is error else "other rank")
+        watch.close()
+        if cause is error:
+            raise
+        raise cause from error
+    else:
+        watch.close()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _end_process(error: FinetuneError) -> None:
+    """Report ``error`` and end at once, from any thread: the main one may wait for the lost rank in a collective."""
+    _write_report(error, about="hung rank")
+    if not os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_OWN_RUN_ID):
+        # Our own launcher raises what was reported; nobody else shows it.
+        print(error, file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
