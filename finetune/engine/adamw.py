@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from finetune.engine.protocol import AdamWSettings
+from finetune.engine.loss_scale import LossScale
+from finetune.engine.protocol import AdamWSettings, StepResult
 
 SLICE_ELEMENTS = 1 << 22
 """Elements stepped by one call: a gradient that is kept in bfloat16 becomes float32 for 16 MiB at a time."""
@@ -37,6 +38,7 @@ class AdamW:
 
     def __init__(self, masters: Sequence[Tensor], *, is_matrix: Sequence[bool], settings: AdamWSettings) -> None:
         self.settings = settings
+        self.masters = list(masters)
         self.exp_avgs = [torch.zeros_like(master) for master in masters]
         self.exp_avg_sqs = [torch.zeros_like(master) for master in masters]
         self.step_count = torch.zeros((), dtype=torch.float32)
@@ -142,3 +144,17 @@ def clip_coefficient(grad_norm: float, max_norm: float) -> float:
         return 1.0
     mantissa, exponent = math.frexp(max_norm / grad_norm)
     return math.ldexp(math.floor(mantissa * 4096) / 4096, exponent)
+
+
+def step_result(
+    loss: float, squared: float, *, max_norm: float, loss_scale: LossScale | None
+) -> tuple[StepResult, float]:
+    """(what the step reports, what the gradient is multiplied by), from the sum of squares of the gradient over all
+    ranks, which with ``loss_scale`` is of the scaled gradient."""
+    factor = loss_scale.factor if loss_scale is not None else 1.0
+    grad_norm = squared**0.5 / factor
+    is_skipped = False
+    if loss_scale is not None and math.isfinite(loss):
+        is_skipped = loss_scale.update(overflowed=not math.isfinite(grad_norm))
+    coefficient = clip_coefficient(grad_norm, max_norm) / factor if math.isfinite(grad_norm) else 0.0
+    return StepResult(loss=loss, grad_norm=grad_norm, is_skipped=is_skipped), coefficient

@@ -37,8 +37,16 @@ def build_engine(
     name, reason = choose_engine(zero, world_size=world_size, device=device)
     require_installed(name)
     torch_device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    offload = zero.offload
     if name == "replicated":
-        return ReplicatedEngine(module, folder, device=torch_device, compute_dtype=compute_dtype, adamw=adamw), reason
+        return ReplicatedEngine(
+            module,
+            folder,
+            device=torch_device,
+            compute_dtype=compute_dtype,
+            adamw=adamw,
+            offload_optimizer=offload.optimizer == "cpu" and offload.parameters == "none",
+        ), reason
     if name == "deepspeed":
         from finetune.engine.deepspeed import DeepSpeedEngine
 
@@ -57,7 +65,8 @@ def build_engine(
         folder,
         blocks=decoder_blocks(model),
         stage=zero.stage,
-        offload=zero.offload.parameters == "cpu" and device != "cpu",
+        offload_parameters=offload.parameters == "cpu",
+        offload_optimizer=offload.optimizer == "cpu" and offload.parameters == "none",
         device=torch_device,
         compute_dtype=compute_dtype,
         adamw=adamw,

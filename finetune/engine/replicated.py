@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from finetune.engine.adamw import AdamW, clip_coefficient, squared_norm
+from finetune.engine.adamw import AdamW, squared_norm, step_result
 from finetune.engine.buckets import GradientBuckets
+from finetune.engine.host import HostAdamW
+from finetune.engine.loss_scale import LossScale
+from finetune.engine.parameters import move_buffers, persistent_buffers, replace_parameters
 from finetune.engine.protocol import AdamWSettings, MicroBatch, StepResult
 from finetune.engine.weights import load_tensors
 
@@ -23,28 +26,51 @@ class ReplicatedEngine:
     and freed one by one while its backward runs; when one process has one micro-batch there is nothing to add, and they
     stay in ``compute_dtype`` until the optimizer reads them: half the memory for the same numbers. Several processes
     add theirs up in float32 in a few all-reduces that start while the backward runs.
+
+    ``offload_optimizer`` keeps masters and moments on the host and steps there; ``device`` holds the compute copy.
     """
 
     name = "replicated"
 
     def __init__(
-        self, module: nn.Module, folder: Path, *, device: torch.device, compute_dtype: torch.dtype, adamw: AdamWSettings
+        self,
+        module: nn.Module,
+        folder: Path,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        adamw: AdamWSettings,
+        offload_optimizer: bool = False,
     ) -> None:
         self.module = module
         self.device = device
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        masters_on = torch.device("cpu") if offload_optimizer else device
         self.masters = {
-            name: torch.empty(p.shape, dtype=torch.float32, device=device) for name, p in module.named_parameters()
+            name: torch.empty(p.shape, dtype=torch.float32, device=masters_on) for name, p in module.named_parameters()
         }
         load_tensors(folder, {name.removeprefix("model."): master for name, master in self.masters.items()})
-        _materialise(module, self.masters, compute_dtype=compute_dtype, device=device)
-        self._names = list(self.masters)
-        self._parameters = list(module.parameters())
-        self._has_copy = compute_dtype != torch.float32
-        self._optimizer = AdamW(
-            list(self.masters.values()), is_matrix=[p.ndim >= 2 for p in self._parameters], settings=adamw
-        )
+        # In float32 the master itself is computed with, unless it stays on the host.
+        replace_parameters(module, lambda name, _: self.masters[name].to(device, compute_dtype, copy=offload_optimizer))
+        move_buffers(module, device)
+        named = dict(module.named_parameters())
+        self._trained = [name for name, parameter in named.items() if parameter.requires_grad]
+        self._parameters = [named[name] for name in self._trained]
+        masters, is_matrix = [self.masters[name] for name in self._trained], [p.ndim >= 2 for p in self._parameters]
+        self._has_copy = compute_dtype != torch.float32 or offload_optimizer
         self._buckets = GradientBuckets([p.shape for p in self._parameters], device) if self._world_size > 1 else None
+        self._host: HostAdamW | None = None
+        if offload_optimizer:
+            self._host = HostAdamW(
+                self._parameters,
+                masters,
+                is_matrix=is_matrix,
+                settings=adamw,
+                device=device,
+                staging_dtype=torch.float32 if self._buckets is not None else compute_dtype,
+            )
+        self._optimizer = self._host.optimizer if self._host else AdamW(masters, is_matrix=is_matrix, settings=adamw)
+        self._loss_scale = LossScale() if compute_dtype == torch.float16 else None
         self._grads: list[Tensor | None] = [None] * len(self._parameters)
         self._adds_in_float32 = True
         self._is_last = True
@@ -54,15 +80,26 @@ class ReplicatedEngine:
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], *, denominator: float) -> None:
         self.module.train()
-        self._adds_in_float32 = len(micro_batches) > 1
+        factor = self._loss_scale.factor if self._loss_scale else 1.0
+        is_only = len(micro_batches) == 1
+        self._adds_in_float32 = not is_only
         for number, micro_batch in enumerate(micro_batches):
             self._is_last = number == len(micro_batches) - 1
-            loss = self.module(**self._to_device(micro_batch), denominator=denominator)
+            loss = self.module(**self._to_device(micro_batch), denominator=denominator / factor)
             loss.backward()
-            self._loss += loss.detach()
+            self._loss += loss.detach() / factor
+            if self._host is not None and self._buckets is None:
+                self._host.add_up(is_only=is_only)
         if self._buckets is not None:
             self._buckets.finish()
             self._grads = self._buckets.grads
+            if self._host is not None:
+                for index, grad in enumerate(self._grads):
+                    if grad is not None:
+                        self._host.take(index, grad)
+                self._host.add_up(is_only=True)
+        if self._host is not None:
+            self._grads = self._host.grads
 
     def _take_grad(self, index: int, parameter: Tensor) -> None:
         """Runs in the backward as soon as ``parameter.grad`` of this micro-batch is complete."""
@@ -71,6 +108,9 @@ class ReplicatedEngine:
         parameter.grad = None
         if self._buckets is not None:
             self._buckets.add(index, grad, is_final=self._is_last)
+            return
+        if self._host is not None:
+            self._host.take(index, grad)
             return
         total = self._grads[index]
         if total is not None:
@@ -81,15 +121,21 @@ class ReplicatedEngine:
     def clip_and_step(self, *, max_norm: float, learning_rate: float) -> StepResult:
         if self._world_size > 1:
             dist.all_reduce(self._loss)
-        result = StepResult(loss=float(self._loss), grad_norm=squared_norm(self._grads) ** 0.5)
-        if result.is_finite:
+        result, coefficient = step_result(
+            float(self._loss), squared_norm(self._grads), max_norm=max_norm, loss_scale=self._loss_scale
+        )
+        if result.is_finite and self._host is not None:
+            self._host.step(learning_rate=learning_rate, clip_coefficient=coefficient)
+        elif result.is_finite:
             self._optimizer.step(
                 self._grads,
                 learning_rate=learning_rate,
-                clip_coefficient=clip_coefficient(result.grad_norm, max_norm),
+                clip_coefficient=coefficient,
                 after=self._cast if self._has_copy else None,
             )
         self._grads = [None] * len(self._parameters)
+        if self._host is not None:
+            self._host.clear()
         if self._buckets is not None:
             self._buckets.clear()
         self._loss = torch.zeros((), device=self.device)
@@ -110,43 +156,17 @@ class ReplicatedEngine:
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = dict(self.masters)
         for name, exp_avg, exp_avg_sq in zip(
-            self._names, self._optimizer.exp_avgs, self._optimizer.exp_avg_sqs, strict=True
+            self._trained, self._optimizer.exp_avgs, self._optimizer.exp_avg_sqs, strict=True
         ):
             plain = name.removeprefix("model.")
             state[f"optimizer.exp_avg.{plain}"] = exp_avg
             state[f"optimizer.exp_avg_sq.{plain}"] = exp_avg_sq
         state["optimizer.step"] = self._optimizer.step_count
+        state.update(self._loss_scale.state() if self._loss_scale else {})
         state.update(persistent_buffers(self.module))
         return state
 
     def state_loaded(self) -> None:
         if self._has_copy:
-            for name, parameter in zip(self._names, self._parameters, strict=True):
+            for name, parameter in self.module.named_parameters():
                 parameter.data.copy_(self.masters[name])
-
-
-def _materialise(
-    module: nn.Module, masters: dict[str, Tensor], *, compute_dtype: torch.dtype, device: torch.device
-) -> None:
-    """Replace each meta parameter, under all its names, by its compute copy (float32: the master itself)."""
-    replacements = {
-        parameter: nn.Parameter(masters[name].to(compute_dtype), requires_grad=parameter.requires_grad)
-        for name, parameter in module.named_parameters()
-    }
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                owner._parameters[name] = replacements[parameter]
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[name] = buffer.to(device)
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """{``buffer.<name>``: buffer} of the buffers that a model's files hold; others follow from the configuration."""
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {
-        f"buffer.{name.removeprefix('model.')}": tensor
-        for name, tensor in module.state_dict().items()
-        if name not in parameters
-    }

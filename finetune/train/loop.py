@@ -140,7 +140,8 @@ def train(
             line = {
                 "step": progress.step,
                 "loss": result.loss,
-                "grad_norm": result.grad_norm,
+                # JSON has no infinity: null where float16 overflowed and the step was skipped.
+                "grad_norm": None if result.is_skipped else result.grad_norm,
                 "learning_rate": learning_rate,
                 "num_tokens": num_tokens,
                 "num_supervised_tokens": loader.global_supervised_tokens(step),
@@ -182,7 +183,7 @@ def _train_step(
     micro_batches = [_micro_batch(batch) for batch in loader.batches(step)]
     engine.forward_backward(micro_batches, denominator=loader.global_supervised_tokens(step))
     result = engine.clip_and_step(max_norm=settings.max_grad_norm, learning_rate=learning_rate)
-    if not result.is_finite:
+    if not (result.is_finite or result.is_skipped):
         raise RecipeError(
             f"step {step + 1}: the loss is {result.loss}, the gradient's norm {result.grad_norm}; "
             "the weights of the step before are kept",
@@ -282,7 +283,7 @@ def _build_engine(
     if settings.checkpointed_every is not None:
         checkpoint_blocks(model, every=settings.checkpointed_every)
     return build_engine(
-        CausalLMLoss(model),
+        CausalLMLoss(model, offload_activations=settings.activation_offload),
         model,
         model_folder,
         zero=zero,

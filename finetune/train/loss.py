@@ -7,6 +7,7 @@ block's gradient is taken at once: what stays is a gradient the size of the hidd
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import RecipeError
 from finetune.model import documents
+from finetune.model.activations import offloaded_activations
 from finetune.model.attention import attention_mask
 from finetune.model.matmul import matmul
 
@@ -166,12 +168,14 @@ class CausalLMLoss(nn.Module):
     """A Hugging Face causal language model whose forward is its loss.
 
     The head's weight is used inside this forward, where a sharding engine has it whole. Parameter names are the model's
-    own behind ``model.``. Raises RecipeError for a model whose head isn't a plain matrix.
+    own behind ``model.``. ``offload_activations``: what the backward needs of the blocks waits in the host's memory.
+    Raises RecipeError for a model whose head isn't a plain matrix.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, offload_activations: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.offload_activations = offload_activations
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise RecipeError(
@@ -206,7 +210,9 @@ class CausalLMLoss(nn.Module):
             if mask is None:
                 # One document a row: running positions, so that padding's restart isn't taken for a document.
                 inputs["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        hidden_BSH = self.model.base_model(**inputs).last_hidden_state
+        kept = offloaded_activations(input_ids.device) if self.offload_activations else nullcontext()
+        with kept:
+            hidden_BSH = self.model.base_model(**inputs).last_hidden_state
         if compare_logits:
             own_BSV = self.model(**inputs).logits.float()
             ours_BSV = self.transform.apply(hidden_BSH @ head_weight_VH.T)

@@ -20,6 +20,7 @@ _FREE = {
     "dtype",
     "max_shard_size",
     "gradient_checkpointing",
+    "activation_offload",
     "micro_batch_size",
     "gradient_accumulation_steps",
     "data",
