@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from finetune.checkpoint.commit import save_checkpoint
-from finetune.checkpoint.consolidate import OutputTensor, consolidate, split_files
+from finetune.checkpoint.consolidate import consolidate
+from finetune.checkpoint.plan import OutputTensor, split_files
 from finetune.checkpoint.stored import StoredTensor
 from finetune.errors import CheckpointError, RecipeError
+from tests.buffered import BUFFERS, BufferedConfig, register_buffered
 from tests.tiny import tiny_llama
 
 
@@ -93,39 +95,16 @@ def test_a_tensor_larger_than_a_file_gets_one_of_its_own() -> None:
     assert [[output.name for output in group] for group in groups] == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
-class BufferedConfig(LlamaConfig):
-    model_type = "buffered_llama_for_tests"
-
-
-class BufferedLlama(LlamaForCausalLM):
-    """A model whose buffers are part of its weight files, of the types that a cast would break."""
-
-    config_class = BufferedConfig
-
-    def __init__(self, config: BufferedConfig) -> None:
-        super().__init__(config)
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
-        self.register_buffer("scale", torch.zeros(()))
-        self.register_buffer("computed", torch.zeros(4), persistent=False)
-
-
 def test_buffers_are_bit_identical(models: Path, tmp_path: Path) -> None:
-    AutoConfig.register(BufferedConfig.model_type, BufferedConfig, exist_ok=True)
-    AutoModelForCausalLM.register(BufferedConfig, BufferedLlama, exist_ok=True)
+    register_buffered()
     model = tmp_path / "model"
     config = BufferedConfig(**{**LlamaConfig.from_pretrained(models / "tied").to_dict(), "model_type": None})
     config.save_pretrained(model)
-    buffers = {
-        "count": torch.tensor([2**62 + 1, -1]),
-        "flags": torch.tensor([True, False, True]),
-        "scale": torch.tensor(1.0 / 3),
-    }
-    state = weights(models / "tied") | {f"buffer.{name}": buffer for name, buffer in buffers.items()}
+    state = weights(models / "tied") | {f"buffer.{name}": buffer for name, buffer in BUFFERS.items()}
     checkpoint = save(tmp_path / "run", state | {"buffer.computed": torch.ones(4)}, model)
     consolidate(checkpoint, out=tmp_path / "out", dtype="bfloat16")
     written = load_file(tmp_path / "out/model.safetensors")
-    for name, buffer in buffers.items():
+    for name, buffer in BUFFERS.items():
         assert written[name].dtype == buffer.dtype
         assert torch.equal(written[name], buffer)
         assert written[name].shape == buffer.shape
@@ -192,7 +171,7 @@ def test_bad_arguments_are_refused(models: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it isn't one") as caught:
         consolidate(tmp_path / "run", out=tmp_path / "out")
     assert "step-00000001" in str(caught.value.fix)
-    with pytest.raises(CheckpointError, match="no manifest"):
+    with pytest.raises(CheckpointError, match="isn't a checkpoint"):
         consolidate(models / "tied", out=tmp_path / "out")
 
 

@@ -1,4 +1,4 @@
-"""Where a sharded checkpoint keeps each tensor, the proof that it is all there, and one tensor at a time of it.
+"""Where a sharded checkpoint keeps each tensor, the proof that it is all there.
 
 The layout is torch.distributed.checkpoint's: ``.metadata`` (a pickle) names the pieces of each tensor, and each piece
 is a byte range of a ``*.distcp`` file. A pickle can run code, so only the classes that describe a layout are let in.
@@ -6,19 +6,18 @@ is a byte range of a ``*.distcp`` file. A pickle can run code, so only the class
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
+from finetune.checkpoint.torch_file import Extent, TorchFile
 from finetune.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
@@ -38,6 +37,7 @@ _ALLOWED = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
+    "collections": {"OrderedDict"},
     # The folder that it was saved to: pathlib moved between Python versions.
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
     "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
@@ -75,9 +75,9 @@ class LayoutReader(FileSystemReader):
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor and the byte range that holds it."""
+    """A box of a tensor and the byte range that holds it: a file of ``torch.save`` in itself."""
 
-    file: str
+    path: Path
     start_bytes: int
     length_bytes: int
     offsets: tuple[int, ...]
@@ -86,20 +86,24 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
+    """One tensor of a checkpoint. With ``flat`` the boxes are ranges of its elements in row-major order."""
+
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | Extent, ...]
+    flat: bool = False
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, *, tensors_only: bool = True) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in ``folder``, each proved to be covered exactly once by pieces that exist.
 
-    Raises CheckpointError that names the tensor (and the file, where one is missing or too short).
+    Raises CheckpointError that names the tensor (and the file, where one is missing or too short), and for an object
+    that isn't a tensor; without ``tensors_only`` such are left out.
     """
     metadata = read_metadata(folder)
     lengths: dict[str, int] = {}
@@ -107,7 +111,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for name, entry in metadata.state_dict_metadata.items():
         where = f"{folder} ({name})"
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError("the checkpoint holds an object that isn't a tensor", where=where, fix=_FIX)
+            if tensors_only:
+                raise CheckpointError("the checkpoint holds an object that isn't a tensor", where=where, fix=_FIX)
+            continue
         pieces = []
         for chunk in entry.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
@@ -138,6 +144,8 @@ def _piece(
             f"the piece of a tensor at {list(offsets)} is stored nowhere", where=f"{folder} ({name})", fix=_FIX
         )
     path = folder / info.relative_path
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError("the pieces of the checkpoint are compressed or encrypted", where=path, fix=_FIX)
     if Path(info.relative_path).name != info.relative_path:
         raise CheckpointError("a piece lies outside of the checkpoint", where=path, fix=_FIX)
     if info.relative_path not in lengths:
@@ -146,7 +154,7 @@ def _piece(
         lengths[info.relative_path] = path.stat().st_size
     if info.offset < 0 or info.length < 0 or info.offset + info.length > lengths[info.relative_path]:
         raise CheckpointError(f"a file of the checkpoint ends before its piece of {name}", where=path, fix=_FIX)
-    return Piece(info.relative_path, info.offset, info.length, offsets, sizes)
+    return Piece(path, info.offset, info.length, offsets, sizes)
 
 
 def coverage_fault(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
@@ -173,32 +181,18 @@ def coverage_fault(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tu
     return None
 
 
-def read_piece(folder: Path, stored: StoredTensor, piece: Piece) -> torch.Tensor:
-    """One box as it was saved. Raises CheckpointError that names the file when the bytes aren't such a box."""
-    path = folder / piece.file
-    try:
-        with path.open("rb") as stream:
-            view = _create_file_view(stream, piece.start_bytes, piece.length_bytes)
-            box = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
-    except FileNotFoundError as cause:
-        raise CheckpointError("a file of the checkpoint is missing", where=path, fix=_FIX) from cause
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, io.UnsupportedOperation) as cause:
-        raise CheckpointError(f"a piece of {stored.name} can't be read: {cause}", where=path, fix=_FIX) from cause
-    if not isinstance(box, torch.Tensor) or tuple(box.shape) != piece.sizes or box.dtype != stored.dtype:
-        raise CheckpointError(f"a piece of {stored.name} isn't of the shape or type it should be", where=path, fix=_FIX)
-    return box
-
-
-def read_tensor(folder: Path, stored: StoredTensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole tensor on the cpu, in ``dtype`` (default: as saved). Peak memory: it and its largest piece."""
-    result = torch.empty(stored.shape, dtype=dtype or stored.dtype)
+def locate(stored: StoredTensor) -> list[Extent]:
+    """Where the values of each piece lie. Raises CheckpointError that names the file whose piece isn't such a box."""
+    extents = []
     for piece in stored.pieces:
-        box_of(result, piece).copy_(read_piece(folder, stored, piece))
-    return result
-
-
-def box_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The view of ``tensor`` that ``piece`` fills."""
-    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
+        if isinstance(piece, Extent):
+            extents.append(piece)
+            continue
+        opened = TorchFile(piece.path, start_bytes=piece.start_bytes, length_bytes=piece.length_bytes)
+        box = opened.content
+        if not isinstance(box, torch.Tensor) or tuple(box.shape) != piece.sizes or box.dtype != stored.dtype:
+            raise CheckpointError(
+                f"a piece of {stored.name} isn't of the shape or type it should be", where=piece.path, fix=_FIX
+            )
+        extents.append(opened.extent(box, piece.offsets))
+    return extents
