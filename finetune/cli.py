@@ -41,6 +41,30 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe_flags(plan)
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
+    script = add("launch-script", "Write the file that runs a recipe on several machines, by SLURM or torchrun.")
+    _add_recipe_flags(script)
+    kind = script.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--slurm", dest="kind", action="store_const", const="slurm", help="a script for sbatch")
+    kind.add_argument(
+        "--torchrun", dest="kind", action="store_const", const="torchrun", help="a shell script to start on each node"
+    )
+    script.add_argument("--nodes", type=_positive, default=1, metavar="N", help="machines (default 1)")
+    processes = script.add_mutually_exclusive_group()
+    processes.add_argument(
+        "--gpus-per-node", type=_positive, metavar="N", help="GPUs of each, with a process for each of them"
+    )
+    processes.add_argument(
+        "--processes-per-node", type=_positive, metavar="N", help="default: the recipe's launch.num_processes"
+    )
+    script.add_argument(
+        "--max-restarts", type=_positive, default=3, metavar="N", help="new turns after a lost rank (default 3)"
+    )
+    script.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="one more of sbatch's: --sbatch=--partition=gpu"
+    )
+    script.add_argument("--out", metavar="FILE", help="default: standard output")
+    script.add_argument("--force", action="store_true", help="replace FILE where it exists")
+
     quantize = add("quantize", "Quantize a Hugging Face model folder to int8 or int4.")
     _add_model(quantize)
     quantize.add_argument("--scheme", required=True, help="w4a16, w8a16 or w8a8")
@@ -131,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from finetune.pipeline import StageFailedError
 
         try:
-            code = int(getattr(commands, options.verb)(options) or 0)
+            code = int(getattr(commands, options.verb.replace("-", "_"))(options) or 0)
             sys.stdout.flush()
             return code
         except StageFailedError as error:

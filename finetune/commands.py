@@ -22,14 +22,19 @@ def say(line: str) -> None:
 
 
 def run(options: Namespace) -> None:
-    from finetune.joined import joins_torchrun, run_joined
+    from finetune.joined import join_launcher, run_joined
     from finetune.pipeline import RunOptions, run_recipe
     from finetune.recipe import load_recipe
 
     quiet_libraries()
-    loaded = with_launch_defaults(load_recipe(Path(options.recipe), options.overrides))
+    given = load_recipe(Path(options.recipe), options.overrides)
+    loaded = with_launch_defaults(given)
     run_options = RunOptions(options.from_stage, options.until_stage, options.force)
-    summary = (run_joined if joins_torchrun() else run_recipe)(loaded, run_options, say=say)
+    if join_launcher():
+        states_processes = given.recipe.launch.num_processes is not None
+        summary = run_joined(loaded, run_options, states_processes=states_processes, say=say)
+    else:
+        summary = run_recipe(loaded, run_options, say=say)
     if summary:
         print_summary(summary)
 
@@ -64,6 +69,31 @@ def plan(options: Namespace) -> None:
     quiet_libraries()
     planned = plan_recipe(with_launch_defaults(load_recipe(Path(options.recipe), options.overrides)))
     print(json.dumps(planned, indent=2) if options.json else format_plan(planned))
+
+
+def launch_script(options: Namespace) -> None:
+    from finetune.files import write_text
+    from finetune.launch_script import ScriptOptions
+    from finetune.launch_script import launch_script as script_of
+
+    wanted = ScriptOptions(
+        kind=options.kind,
+        nodes=options.nodes,
+        processes_per_node=options.processes_per_node,
+        gpus_per_node=options.gpus_per_node,
+        max_restarts=options.max_restarts,
+        sbatch=tuple(options.sbatch),
+    )
+    text = script_of(Path(options.recipe), options.overrides, wanted, directory=Path.cwd())
+    if options.out is None:
+        print(text, end="")
+        return
+    out = Path(options.out)
+    if out.exists() and not options.force:
+        raise RecipeError("the file is there already", where=out, fix="name another one, or add --force to replace it")
+    write_text(out, text)
+    out.chmod(0o755)
+    print(out)
 
 
 def quantize(options: Namespace) -> None:
