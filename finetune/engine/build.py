@@ -50,7 +50,7 @@ def build_engine(
     if name == "deepspeed":
         from finetune.engine.deepspeed import DeepSpeedEngine
 
-        engine = DeepSpeedEngine(
+        engine: Engine = DeepSpeedEngine(
             module,
             folder,
             zero=zero,
@@ -88,5 +88,5 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def needs_process_group(zero: ZeroSettings, device: str) -> bool:
-    """Whether a process alone needs a group of its own: FSDP2 runs in it when asked for, or to offload from a GPU."""
-    return choose_engine(zero, world_size=1, device=device)[0] == "fsdp2"
+    """Whether a process alone needs a group of its own: FSDP2 and DeepSpeed run in one."""
+    return choose_engine(zero, world_size=1, device=device)[0] in ("fsdp2", "deepspeed")

@@ -1,0 +1,88 @@
+"""DeepSpeed's configuration, from a recipe's values alone, and what DeepSpeed can't do exactly. Loads no DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finetune.engine.settings import ZeroSettings
+
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients that are reduced together: 200 MB in float32. DeepSpeed's own 500 million would take 2 GB of a device."""
+RATIO_GROUP_ELEMENTS = 10_000_000
+"""DeepSpeed deals the optimizer's state out to device and host by whole groups of about so many elements of a rank."""
+LOSS_SCALE_POWER = 16
+LOSS_SCALE_WINDOW = 2000
+
+
+def deepspeed_config(
+    zero: ZeroSettings,
+    *,
+    compute_dtype: torch.dtype,
+    gradient_accumulation_steps: int,
+    world_size: int,
+    device: str,
+) -> dict[str, Any]:
+    """The dictionary that ``deepspeed.initialize`` takes. What the optimizer does is no part of it: see ``ShardAdamW``.
+
+    Gradients are reduced and added up in float32 whatever the compute dtype. Clipping is left to the optimizer:
+    DeepSpeed's divides by the norm plus 1e-6, and its stage 3 isn't given ``gradient_clipping`` at all (0.19.8).
+    ``overlap_comm`` is off: the reductions that it starts early were the source of wrong gradients more than once
+    (DeepSpeed's issues 966, 7967), and a race is nothing that a test here would find.
+    """
+    offload = zero.offload
+    pin_memory = device != "cpu"
+    zero_optimization: dict[str, Any] = {
+        "stage": zero.stage,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        # It would replace torch.nn.functional.linear for the whole process; the engine replaces the module's own.
+        "memory_efficient_linear": False,
+    }
+    if offload.optimizer != "none":
+        zero_optimization["offload_optimizer"] = {"device": offload.optimizer, "pin_memory": pin_memory}
+    if offload.optimizer == "nvme":
+        zero_optimization["offload_optimizer"]["nvme_path"] = offload.nvme_path
+    if offload.ratio < 1:
+        zero_optimization["offload_optimizer"]["ratio"] = offload.ratio
+        zero_optimization["sub_group_size"] = RATIO_GROUP_ELEMENTS
+    if offload.parameters != "none":
+        zero_optimization["offload_param"] = {"device": offload.parameters, "pin_memory": pin_memory}
+    if offload.parameters == "nvme":
+        zero_optimization["offload_param"]["nvme_path"] = offload.nvme_path
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "train_batch_size": gradient_accumulation_steps * world_size,
+        "zero_optimization": zero_optimization,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": compute_dtype == torch.bfloat16, "check_grad_overflow": True},
+        "fp16": {
+            "enabled": compute_dtype == torch.float16,
+            "loss_scale": 0,
+            "initial_scale_power": LOSS_SCALE_POWER,
+            "loss_scale_window": LOSS_SCALE_WINDOW,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        },
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+
+
+def refusal(zero: ZeroSettings, *, compute_dtype: torch.dtype, device: str) -> str | None:
+    """Why DeepSpeed can't do exactly what is asked; None where it can. Accumulation makes no difference (0.19.8)."""
+    if zero.stage == 0 and zero.offload.optimizer != "none":
+        return "at stage 0 it ignores `offload.optimizer`; it offloads from stage 1 on"
+    if zero.stage == 0 and compute_dtype != torch.float32:
+        name = str(compute_dtype).removeprefix("torch.")
+        return f"at stage 0 it adds up and reduces gradients in {name}, not in float32"
+    return None
