@@ -36,6 +36,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--until", dest="until_stage", metavar="STAGE", help="stop after this stage")
     run.add_argument("--force", action="store_true", help="run the chosen stages anew even where they are done")
+    run.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="let an unfinished training go on from its checkpoint with settings that have changed since",
+    )
 
     plan = add("plan", "Validate a recipe; show its stages, what is done, and the memory and disk it will need.")
     _add_recipe_flags(plan)
@@ -57,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--processes-per-node", type=_positive, metavar="N", help="default: the recipe's launch.num_processes"
     )
     script.add_argument(
-        "--max-restarts", type=_positive, default=3, metavar="N", help="new turns after a lost rank (default 3)"
+        "--max-restarts", type=_not_negative, default=3, metavar="N", help="new turns after a lost rank (default 3)"
     )
     script.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="one more of sbatch's: --sbatch=--partition=gpu"
@@ -81,9 +86,16 @@ def build_parser() -> argparse.ArgumentParser:
     _add_out(quantize)
 
     consolidate = add("consolidate", "Turn a sharded training checkpoint into a Hugging Face model folder.")
-    consolidate.add_argument("checkpoint", metavar="CHECKPOINT", help="a step-N folder, or the folder that holds them")
+    consolidate.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a step-N folder or the folder that holds them, a DeepSpeed checkpoint, or a DCP folder of another tool",
+    )
     consolidate.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     consolidate.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="limit of one file (default 5GB)")
+    consolidate.add_argument(
+        "--model", metavar="FOLDER", help="configuration and tokenizer, where the checkpoint has none (a Hub id, too)"
+    )
     _add_out(consolidate)
 
     evaluate = add("evaluate", "Measure perplexity, KL to a reference and exact match of a model.")
@@ -139,6 +151,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
     return value
 
 

@@ -29,7 +29,7 @@ def run(options: Namespace) -> None:
     quiet_libraries()
     given = load_recipe(Path(options.recipe), options.overrides)
     loaded = with_launch_defaults(given)
-    run_options = RunOptions(options.from_stage, options.until_stage, options.force)
+    run_options = RunOptions(options.from_stage, options.until_stage, options.force, options.accept_changes)
     if join_launcher():
         states_processes = given.recipe.launch.num_processes is not None
         summary = run_joined(loaded, run_options, states_processes=states_processes, say=say)
@@ -135,8 +135,10 @@ def consolidate(options: Namespace) -> None:
     from finetune.checkpoint.commit import find_checkpoint
     from finetune.checkpoint.consolidate import consolidate as consolidate_checkpoint
 
+    from finetune.checkpoint.sources import own_steps
+
     checkpoint = Path(options.checkpoint)
-    if any(checkpoint.glob("step-*")):
+    if own_steps(checkpoint):
         found = find_checkpoint(checkpoint)
         if found is None:
             raise CheckpointError(
@@ -144,7 +146,12 @@ def consolidate(options: Namespace) -> None:
             )
         checkpoint = found.path
         say(f"newest good checkpoint: {checkpoint}")
-    report = consolidate_checkpoint(checkpoint, out=out, dtype=options.dtype, max_shard_size_bytes=limit)
+    model = None
+    if options.model:
+        from finetune.model.load import resolve_model
+
+        model = resolve_model(options.model)
+    report = consolidate_checkpoint(checkpoint, out=out, dtype=options.dtype, max_shard_size_bytes=limit, model=model)
     publish(options, out)
     print(json.dumps({key: value for key, value in report.items() if not isinstance(value, dict | list)}, indent=2))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.artifact import read_manifest
+from finetune.engine.settings import world_size
 from finetune.files import sha256_file, sha256_json, write_json
 from finetune.recipe import LoadedRecipe, Stage
 from finetune.stages.base import BASE_MODEL
@@ -50,7 +51,8 @@ class Fingerprints:
             "data": {name: self._hash(Path(name)) for name in implementation.data_files(stage.settings)},
         }
         if implementation.run_rank is not None:
-            value |= {"launch": recipe.launch.resolved(), "zero": recipe.zero.resolved()}
+            # Neither `zero` nor the number of ranks: a training goes on, and gives the same, on other machines.
+            value |= implementation.batch(stage.settings, world_size(recipe.launch))
             value["attn_implementation"] = recipe.model.attn_implementation
         if stage.input is None:
             value["scratch"] = recipe.model.resolved()["scratch"]

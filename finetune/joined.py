@@ -15,10 +15,10 @@ from typing import Any
 
 from finetune.engine import slurm
 from finetune.errors import FinetuneError, RecipeError
-from finetune.pipeline import PlannedStage, RunOptions, run_recipe
+from finetune.pipeline import PlannedStage, RunOptions, begin, run_recipe
 from finetune.processes import run_lock
 from finetune.recipe import LoadedRecipe, load_recipe
-from finetune.worker import begin_stage, execute
+from finetune.worker import execute
 
 POLL_SECONDS = 0.2
 SHARED_FOLDER_SECONDS = 60.0
@@ -130,10 +130,8 @@ def _shared_board(loaded: LoadedRecipe, rank: int) -> Board:
 def _lead(
     loaded: LoadedRecipe, options: RunOptions, board: Board, *, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    def start(loaded: LoadedRecipe, plan: PlannedStage, force: bool) -> None:
-        folder = loaded.run_dir / plan.stage.folder_name
-        keep = plan.state == "unfinished" and not plan.differences and not force
-        begin_stage(folder, fingerprint=plan.fingerprint, deciding=plan.deciding, parents=plan.parents, keep=keep)
+    def start(loaded: LoadedRecipe, plan: PlannedStage, options: RunOptions) -> None:
+        begin(loaded, plan, options)
         if plan.stage.implementation.run_rank is not None:
             board.write({"train": plan.stage.name, "run_dir": str(loaded.run_dir)})
         execute(loaded, plan.stage)

@@ -91,10 +91,12 @@ class RunOptions:
     from_stage: str | None = None
     until_stage: str | None = None
     force: bool = False
+    accept_changes: bool = False
+    """An unfinished training goes on from its checkpoint although it was begun with other settings."""
 
 
-Start = Callable[[LoadedRecipe, "PlannedStage", bool], None]
-"""Runs one planned stage to its manifest; the last argument says whether earlier work in its folder is thrown away."""
+Start = Callable[[LoadedRecipe, "PlannedStage", RunOptions], None]
+"""Runs one planned stage to its manifest; the options say what becomes of earlier work in its folder."""
 
 
 def run_recipe(
@@ -118,7 +120,7 @@ def run_recipe(
                     fix="run without --from",
                 )
         todo = [plan for plan in planned[first - 1 : last] if plan.runs or options.force]
-        if not options.force:
+        if not (options.force or options.accept_changes):
             _refuse_changed_unfinished(loaded, todo)
         write_text(loaded.run_dir / "recipe.yaml", loaded.to_yaml())
         if not todo:
@@ -131,8 +133,8 @@ def run_recipe(
                 if todo:
                     say(f"{label}: done before")
                 continue
-            say(f"{label}: {_reason(plan, options.force)}")
-            (start or run_stage)(loaded, plan, options.force)
+            say(f"{label}: {_reason(plan, options)}")
+            (start or run_stage)(loaded, plan, options)
             write_summary(loaded)
             say(f"{label}: {describe(loaded, plan.stage)}")
         return write_summary(loaded)
@@ -155,28 +157,51 @@ def _refuse_changed_unfinished(loaded: LoadedRecipe, todo: list[PlannedStage]) -
                 f"stage `{plan.stage.name}` is unfinished and was begun with other settings:\n       "
                 + "\n       ".join(plan.differences),
                 where=folder,
-                fix=f"put them back to go on, or start the stage over: --from {plan.stage.name} --force",
+                fix=(
+                    "put them back to go on; or go on with the new ones: --accept-changes; or start the stage over: "
+                    f"--from {plan.stage.name} --force"
+                ),
             )
 
 
-def _reason(plan: PlannedStage, force: bool) -> str:
-    if force and plan.state != "new":
+def _reason(plan: PlannedStage, options: RunOptions) -> str:
+    if options.force and plan.state != "new":
         return "runs again (--force)"
     shown = "; ".join(plan.differences[:4]) + ("; …" if len(plan.differences) > 4 else "")
+    over = "goes on with other settings" if keeps_work(plan, options) else "starts over"
     return {
         "done": "runs again",
         "new": "starts",
-        "unfinished": f"starts over ({shown})" if plan.differences else "goes on where it was",
+        "unfinished": f"{over} ({shown})" if plan.differences else "goes on where it was",
         "changed": f"runs again ({shown})",
         "damaged": f"runs again ({shown})",
     }[plan.state]
 
 
-def run_stage(loaded: LoadedRecipe, plan: PlannedStage, force: bool) -> None:
+def keeps_work(plan: PlannedStage, options: RunOptions) -> bool:
+    """Whether a stage goes on from what an earlier try left in its folder."""
+    if plan.state != "unfinished" or options.force:
+        return False
+    return not plan.differences or (options.accept_changes and plan.stage.implementation.run_rank is not None)
+
+
+def begin(loaded: LoadedRecipe, plan: PlannedStage, options: RunOptions) -> None:
+    """Make a planned stage's folder ready for its work."""
+    keep = keeps_work(plan, options)
+    begin_stage(
+        loaded.run_dir / plan.stage.folder_name,
+        fingerprint=plan.fingerprint,
+        deciding=plan.deciding,
+        parents=plan.parents,
+        keep=keep,
+        accept_changes=keep and options.accept_changes,
+    )
+
+
+def run_stage(loaded: LoadedRecipe, plan: PlannedStage, options: RunOptions) -> None:
     """Run one stage in a worker process of its own."""
     folder = loaded.run_dir / plan.stage.folder_name
-    keep = plan.state == "unfinished" and not plan.differences and not force
-    begin_stage(folder, fingerprint=plan.fingerprint, deciding=plan.deciding, parents=plan.parents, keep=keep)
+    begin(loaded, plan, options)
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         error_file = Path(scratch) / "error.json"
         arguments = [sys.executable, "-m", "finetune.worker", "stage", str(loaded.run_dir), plan.stage.name]

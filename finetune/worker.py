@@ -27,7 +27,8 @@ from finetune.recipe import LoadedRecipe, Stage, load_recipe
 from finetune.stages.base import BASE_MODEL, StageContext
 
 STARTED_NAME = "started.json"
-"""What an unfinished stage was begun with: {"fingerprint", "deciding", "parents"}. The manifest replaces it."""
+"""What an unfinished stage was begun with: {"fingerprint", "deciding", "parents", "accept_changes"}. The manifest
+replaces it."""
 ERROR_VARIABLE = "FINETUNE_WORKER_ERROR_FILE"
 UNRECORDED = (MANIFEST_NAME, STARTED_NAME)
 RECORDED_PACKAGES = ("finetune", "torch", "transformers", "compressed-tensors", "safetensors", "tokenizers")
@@ -77,8 +78,14 @@ def stage_context(loaded: LoadedRecipe, stage: Stage) -> StageContext:
         input_model=models[stage.input] if stage.input else None,
         models=models,
         history=tuple(history),
+        accept_changes=_accepts_changes(loaded.run_dir / stage.folder_name),
         recipe_name=recipe.name,
     )
+
+
+def _accepts_changes(folder: Path) -> bool:
+    started = folder / STARTED_NAME
+    return started.is_file() and bool(json.loads(started.read_text(encoding="utf-8")).get("accept_changes"))
 
 
 def execute(loaded: LoadedRecipe, stage: Stage, *, publish: bool = True) -> dict[str, Any]:
@@ -121,7 +128,13 @@ def _versions() -> dict[str, str]:
 
 
 def begin_stage(
-    folder: Path, *, fingerprint: str, deciding: dict[str, Any], parents: dict[str, str], keep: bool
+    folder: Path,
+    *,
+    fingerprint: str,
+    deciding: dict[str, Any],
+    parents: dict[str, str],
+    keep: bool,
+    accept_changes: bool = False,
 ) -> None:
     """Make the stage's folder ready; what an earlier try left there stays only where ``keep``."""
     if folder.exists() and not keep:
@@ -129,7 +142,8 @@ def begin_stage(
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / STARTED_NAME, {"fingerprint": fingerprint, "deciding": deciding, "parents": parents})
+    begun = {"fingerprint": fingerprint, "deciding": deciding, "parents": parents, "accept_changes": accept_changes}
+    write_json(folder / STARTED_NAME, begun)
 
 
 def quiet_libraries() -> None:

@@ -1,17 +1,20 @@
 """Batches and models for the tests of loss, engines and training loop; also what each rank runs in those of several.
 
 python -m tests.training engines MODEL OUT      every stage and accumulation; rank 0 writes the results to OUT
-python -m tests.training train MODEL DATA FOLDER STAGE
+python -m tests.training train MODEL SETTINGS FOLDER STAGE
+python -m tests.training runs TASKS             several trainings in one launch, see ``training_task``
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from finetune.engine.build import build_engine
@@ -138,6 +141,41 @@ def _engines(model: Path, out: Path, rank: int, world_size: int) -> None:
         out.write_text(json.dumps(results))
 
 
+def training_task(
+    model: Path, settings: TrainSettings, zero: dict[str, Any], folder: Path, *, go_on: tuple[Path, int] | None = None
+) -> dict[str, Any]:
+    """One training; ``go_on``: (folder, step) of another one's checkpoint that it starts from."""
+    return {
+        "model": str(model),
+        "settings": settings.model_dump(mode="json"),
+        "zero": zero,
+        "folder": str(folder),
+        "go_on": None if go_on is None else [str(go_on[0]), go_on[1]],
+    }
+
+
+def run_task(task: dict[str, Any], *, rank: int) -> dict[str, Any]:
+    from finetune.train.loop import train
+
+    folder = Path(task["folder"])
+    if task["go_on"] is not None and rank == 0:
+        source, step = task["go_on"]
+        name = f"checkpoints/step-{step:08d}"
+        shutil.copytree(Path(source) / name, folder / name)
+        lines = (Path(source) / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(lines[:step]))
+    if dist.is_initialized():
+        dist.barrier()
+    return train(
+        model_folder=Path(task["model"]),
+        settings=TrainSettings.model_validate(task["settings"]),
+        zero=ZeroSettings.model_validate(task["zero"]),
+        launch_device="cpu",
+        seed=5,
+        folder=folder,
+    )
+
+
 def _sharded(engine: Engine) -> list[Any]:
     return [value for name, value in engine.state().items() if name.startswith("model.") and hasattr(value, "to_local")]
 
@@ -147,6 +185,12 @@ def main(arguments: list[str]) -> None:
     from finetune.train.loop import train
 
     verb, model, *rest = arguments
+    if verb == "runs":
+        with rank_process("cpu", timeout_seconds=120) as (rank, _):
+            torch.set_num_threads(1)
+            for task in json.loads(Path(model).read_text()):
+                run_task(task, rank=rank)
+        return
     with rank_process("cpu", timeout_seconds=60) as (rank, world_size):
         torch.set_num_threads(1)
         if verb == "engines":

@@ -243,6 +243,14 @@ def prune_checkpoints(root: Path, keep: int) -> list[Path]:
     return removed
 
 
+def remove_newer_checkpoints(root: Path, *, step: int) -> None:
+    """Remove what is newer than ``step``: another count of steps, which the run no longer uses. Only rank 0 acts."""
+    if rank_and_world_size()[0] == 0:
+        for path in list(_candidates(root)):
+            if _step_of(path) > step:
+                shutil.rmtree(path)
+
+
 def _step_of(path: Path) -> int:
     match = _STEP.fullmatch(path.name)
     assert match is not None

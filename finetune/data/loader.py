@@ -86,7 +86,8 @@ class StepLoader:
         self._lengths = np.array([len(row.input_ids) for row in dataset.rows], dtype=np.int64)
         self._supervised = np.array([np.count_nonzero(row.loss_mask) for row in dataset.rows], dtype=np.int64)
         self._epoch_order: tuple[int, list[list[int]]] = (0, self._shuffle(0))
-        self.steps_per_epoch = math.ceil(len(self._epoch_order[1]) / self._global_batch)
+        self.num_sequences = len(self._epoch_order[1])
+        self.steps_per_epoch = math.ceil(self.num_sequences / self._global_batch)
         # Rounded first: 3 * (1 / 3) of an epoch must not become a step more by a last bit.
         self.num_steps = max_steps or max(1, math.ceil(round((epochs or 0) * self.steps_per_epoch, 6)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +17,13 @@ class LaunchSettings(Section):
     """Default: cuda where there is one, else cpu."""
     timeout_seconds: float = Field(600, gt=0)
     """How long a process waits for the others before it gives up: none hangs when one is lost."""
+
+
+def world_size(launch: LaunchSettings) -> int:
+    """Ranks of the run over all machines: what an outside launcher started, or the recipe's own processes."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return launch.num_processes or 1
 
 
 class OffloadSettings(Section):

@@ -49,6 +49,8 @@ class StageContext:
     history: tuple[dict[str, Any], ...] = ()
     """What the earlier stages' manifests say: name, kind, settings, metrics, seconds; in order."""
     recipe_name: str = ""
+    accept_changes: bool = False
+    """Go on from checkpoints that were written with other settings."""
 
     def rank_arguments(self) -> list[str]:
         """What python is started with to run one rank of this stage."""
@@ -67,6 +69,8 @@ class StageKind:
     """The data files whose content decides the result."""
     extra_inputs: Callable[[Any], Sequence[str]] = lambda settings: ()
     """Names of stages it reads besides ``from:``."""
+    batch: Callable[[Any, int], dict[str, Any]] = lambda settings, world_size: {}
+    """What decides the result by a product only, of settings and the number of ranks."""
     run_rank: Callable[[StageContext], None] | None = None
     """What each rank does, for a stage that starts several."""
     can_build_model: bool = False

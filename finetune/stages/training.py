@@ -18,7 +18,15 @@ CHECKPOINTS = "checkpoints"
 
 
 class TrainStage(TrainSettings, StageSettings):
-    not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | {"save_every_steps", "keep_checkpoints"}
+    not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | {
+        *("save_every_steps", "keep_checkpoints", "gradient_checkpointing", "activation_offload"),
+        *("micro_batch_size", "gradient_accumulation_steps"),
+    }
+
+
+def batch(settings: TrainStage, world_size: int) -> dict[str, Any]:
+    rows = settings.micro_batch_size * settings.gradient_accumulation_steps * world_size
+    return {"micro_batch_size x gradient_accumulation_steps x ranks": rows}
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -96,6 +104,7 @@ def train_rank(context: StageContext) -> None:
         seed=context.seed,
         folder=context.folder,
         attn_implementation=context.model.attn_implementation,
+        accept_changes=context.accept_changes,
     )
     if int(os.environ.get("RANK", "0")) == 0:
         write_json(context.folder / "training.json", metrics)
@@ -133,6 +142,7 @@ for kind in ("pretrain", "sft"):
             run=run,
             yields_model=True,
             data_files=data_files,
+            batch=batch,
             run_rank=train_rank,
             can_build_model=True,
         )

@@ -18,6 +18,7 @@ from finetune.checkpoint.commit import (
     find_checkpoint_together,
     load_checkpoint,
     prune_checkpoints,
+    remove_newer_checkpoints,
     save_checkpoint,
 )
 from finetune.data.holdout import hold_out
@@ -35,7 +36,7 @@ from finetune.model.load import load_config, load_tokenizer, meta_model
 from finetune.model.matmul import round_alike
 from finetune.train.loss import CausalLMLoss
 from finetune.train.metrics import MetricsLog, peak_memory_bytes, read_metrics
-from finetune.train.resume import deciding_settings, require_same_settings
+from finetune.train.resume import deciding_settings, set_aside, settings_changed, step_under
 from finetune.train.schedule import learning_rate_at
 from finetune.train.settings import TrainSettings
 
@@ -61,6 +62,7 @@ def train(
     seed: int,
     folder: Path,
     attn_implementation: str = "sdpa",
+    accept_changes: bool = False,
 ) -> dict[str, Any]:
     """Train the model of ``model_folder`` and leave checkpoints and ``metrics.jsonl`` in ``folder``.
 
@@ -68,8 +70,9 @@ def train(
     ``folder/checkpoints`` and saves one at the end. Returns engine and engine_reason, num_steps, resumed_from,
     first_loss, loss, eval_loss_before and eval_loss_after where there is held-out data, num_tokens and
     num_supervised_tokens over the run, tokens_per_second (median of the steps), peak_memory_bytes, data (counts of
-    rows), skipped_checkpoints. Raises RecipeError for settings that don't fit the model and when a loss or gradient
-    isn't finite, DataError for bad data, CheckpointError when settings changed since the checkpoint.
+    rows), skipped_checkpoints. ``accept_changes`` lets it go on from a checkpoint of other settings: from the same
+    place in the data, with the optimizer's state. Raises RecipeError for settings that don't fit the model and when a
+    loss or gradient isn't finite, DataError for bad data, CheckpointError when settings changed since the checkpoint.
     """
     with process_group(launch_device, alone_too=needs_process_group(zero, launch_device)) as (rank, world_size):
         config, tokenizer = load_config(model_folder), load_tokenizer(model_folder)
@@ -99,8 +102,20 @@ def train(
         )
         checkpoints = folder / "checkpoints"
         skipped: list[Skipped] = []
-        progress = _resume(engine, checkpoints, deciding, skipped)
+        found = find_checkpoint_together(checkpoints, skipped=skipped)
+        progress = _Progress()
+        changed = False
+        if found is not None:
+            changed = settings_changed(found, deciding, accepts=accept_changes)
+            load_checkpoint(found.path, engine.state())
+            engine.state_loaded()
+            step = step_under(found, deciding, num_sequences=loader.num_sequences) if changed else found.step
+            # Those of other steps than the first would stand at the wrong place where steps are counted anew.
+            known = found.extra["eval_losses"].items()
+            progress = _Progress(step, {key: loss for key, loss in known if step == found.step or key == "0"})
         resumed_from = progress.step
+        if changed and rank == 0:
+            set_aside(folder, found_step=found.step if found else 0, step=resumed_from)
         log = MetricsLog(folder / "metrics.jsonl", writes=rank == 0, last_step=resumed_from)
 
         def evaluate() -> None:
@@ -116,7 +131,11 @@ def train(
             )
             prune_checkpoints(checkpoints, settings.keep_checkpoints)
 
-        if resumed_from == 0:
+        if changed:
+            # From here on the checkpoints are of the new settings, so that the next resume has nothing to accept.
+            save()
+            remove_newer_checkpoints(checkpoints, step=resumed_from)
+        if found is None:
             evaluate()
         steps = range(resumed_from, loader.num_steps)
         bar = tqdm(
@@ -310,16 +329,6 @@ def _check_logits(engine: Engine, dataset: TokenDataset, settings: TrainSettings
             where="model.path",
             fix="use another model; scaling and soft-capping by the configuration are known",
         )
-
-
-def _resume(engine: Engine, checkpoints: Path, deciding: dict[str, Any], skipped: list[Skipped]) -> _Progress:
-    found = find_checkpoint_together(checkpoints, skipped=skipped)
-    if found is None:
-        return _Progress()
-    require_same_settings(found.extra["settings"], deciding, found.path)
-    load_checkpoint(found.path, engine.state())
-    engine.state_loaded()
-    return _Progress(step=found.step, eval_losses=dict(found.extra["eval_losses"]))
 
 
 def _summary(metrics_path: Path, progress: _Progress, *, has_eval: bool) -> dict[str, Any]:

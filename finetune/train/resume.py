@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
+from finetune.checkpoint.commit import Found
 from finetune.data.tokens import TokenDataset
 from finetune.errors import CheckpointError
 from finetune.train.settings import TrainSettings
@@ -29,6 +31,10 @@ _FREE = {
 }
 
 
+_ROWS = "micro_batch_size x gradient_accumulation_steps x num_processes"
+_DATA = "data (sha256 of the tokens)"
+
+
 def deciding_settings(
     settings: TrainSettings, *, dataset: TokenDataset, num_steps: int, world_size: int, seed: int
 ) -> dict[str, Any]:
@@ -38,10 +44,10 @@ def deciding_settings(
     rows_a_step = settings.micro_batch_size * settings.gradient_accumulation_steps * world_size
     return {
         **resolved,
-        "micro_batch_size x gradient_accumulation_steps x num_processes": rows_a_step,
+        _ROWS: rows_a_step,
         "num_steps": num_steps,
         "seed": seed,
-        "data (sha256 of the tokens)": _digest(dataset),
+        _DATA: _digest(dataset),
     }
 
 
@@ -54,16 +60,53 @@ def _digest(dataset: TokenDataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def require_same_settings(saved: dict[str, Any], present: dict[str, Any], checkpoint: Path) -> None:
-    """Raise CheckpointError that shows each difference as ``key: old → new``: a resumed run must be the same run."""
+def settings_changed(found: Found, present: dict[str, Any], *, accepts: bool) -> bool:
+    """Whether the checkpoint was written with other settings.
+
+    Raises CheckpointError that shows each difference as ``key: old → new``, unless the user ``accepts`` them.
+    """
+    saved = found.extra["settings"]
     differences = [
         f"{key}: {saved.get(key)} → {present.get(key)}"
         for key in sorted(saved.keys() | present.keys())
         if saved.get(key) != present.get(key)
     ]
-    if differences:
+    if differences and not accepts:
         raise CheckpointError(
             f"the checkpoint was written with other settings; {'; '.join(differences)}",
-            where=checkpoint,
-            fix="restore the settings to go on, or remove the checkpoints (--force) to start anew",
+            where=found.path,
+            fix="restore the settings to go on, go on with the new ones (--accept-changes), or start anew (--force)",
         )
+    return bool(differences)
+
+
+def step_under(found: Found, present: dict[str, Any], *, num_sequences: int) -> int:
+    """How many steps of the ``present`` rows a step the checkpoint's progress is, rounded down: no row is left out.
+
+    ``num_sequences``: of an epoch, whose last step takes what is left. Raises CheckpointError when the data are others,
+    where a place in the old ones means nothing, or all is done.
+    """
+    saved = found.extra["settings"]
+    if saved.get(_DATA) != present[_DATA]:
+        raise CheckpointError(
+            "the checkpoint was written while training on other data, so there is no place to go on from",
+            where=found.path,
+            fix="restore the data, or start anew (--force), for example from the consolidated model",
+        )
+    before, now = int(saved[_ROWS]), int(present[_ROWS])
+    epoch, index = divmod(found.step, math.ceil(num_sequences / before))
+    step = epoch * math.ceil(num_sequences / now) + index * before // now
+    if step >= present["num_steps"]:
+        raise CheckpointError(
+            f"the checkpoint is at step {step} of the new settings, which end with step {present['num_steps']}",
+            where=found.path,
+            fix="give more epochs or max_steps, or restore the settings",
+        )
+    return step
+
+
+def set_aside(folder: Path, *, found_step: int, step: int) -> None:
+    """Keep the metrics so far under another name where steps are counted anew."""
+    metrics = folder / "metrics.jsonl"
+    if step != found_step and metrics.is_file():
+        metrics.replace(folder / f"metrics-until-step-{found_step}.jsonl")
