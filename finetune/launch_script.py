@@ -63,21 +63,24 @@ cd {directory}
 master_port="${{MASTER_PORT:-29400}}"
 python={python}
 
-# The node that can listen at the first one's address is the first.
-is_first=$("$python" -c '
+# The node that can listen at the first one's address is the first. The others are known by the address they reach it
+# from: a node's own name, which torchrun would take, may mean nothing to the rest.
+read -r is_first local_addr < <("$python" -c '
 import socket, sys
-family, kind, protocol, _, address = socket.getaddrinfo(sys.argv[1], 0, type=socket.SOCK_STREAM)[0]
+family, kind, protocol, _, address = socket.getaddrinfo(sys.argv[1], 9, type=socket.SOCK_DGRAM)[0]
+probe = socket.socket(family, kind, protocol)
 try:
-    socket.socket(family, kind, protocol).bind(address)
+    socket.socket(family, kind, protocol).bind((address[0], 0, *address[2:]))
 except OSError:
-    print("false")
+    probe.connect(address)
+    print("false", probe.getsockname()[0])
 else:
-    print("true")
+    print("true", sys.argv[1])
 ' "$master_addr")
 
 exec "$python" -m torch.distributed.run --nnodes={nodes} --nproc-per-node={processes} \\
     --rdzv-backend=c10d --rdzv-id="${{RDZV_ID:-{name}}}" --rdzv-endpoint="$master_addr:$master_port" \\
-    --rdzv-conf="is_host=$is_first" --max-restarts={max_restarts} \\
+    --rdzv-conf="is_host=$is_first" --local-addr="$local_addr" --max-restarts={max_restarts} \\
     {arguments}
 """
 

@@ -22,7 +22,7 @@ from finetune.errors import DataError
 import torch, torch.distributed as dist
 
 verb, folder = sys.argv[1], Path(sys.argv[2])
-with rank_process("cpu", timeout_seconds=10 if verb in ("stopped", "hangs") else 60) as (rank, world_size):
+with rank_process("cpu", timeout_seconds=6 if verb in ("stopped", "hangs") else 60) as (rank, world_size):
     assert under_torchrun() and world_size == 2
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     if verb == "succeed":
@@ -74,7 +74,7 @@ def test_a_killed_rank_ends_the_others_within_seconds_and_is_named(program, tmp_
 
 
 @pytest.mark.parametrize(
-    ("verb", "sign"), [("stopped", "gave no sign of life for 8 s"), ("hangs", "didn't come to where the others")]
+    ("verb", "sign"), [("stopped", "gave no sign of life for 4.8 s"), ("hangs", "didn't come to where the others")]
 )
 def test_a_rank_that_hangs_ends_the_others_within_the_timeout_and_is_named(program, tmp_path, verb, sign):
     start = time.monotonic()

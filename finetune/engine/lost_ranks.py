@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 import finetune.errors
+from finetune.engine.guardian import Guardian
 from finetune.engine.roll_call import Member, Roll, keeps_store
 from finetune.errors import FinetuneError, InterruptedRunError, ResourceError
 
@@ -48,6 +49,9 @@ class Watch:
         self._timeout = timeout_seconds
         self._interval = min(_INTERVAL_SECONDS, timeout_seconds / 20)
         self._on_lost = on_lost
+        # Where all ranks are siblings one of them kills the one that hangs, see kill_sibling.
+        several_hosts = len({member.host for member in roll.members}) > 1
+        self._guardian = Guardian(os.getpid(), timeout_seconds * _LATE_SHARE) if several_hosts else None
         self._ended = threading.Event()
         self._lock = threading.Lock()
         now = time.monotonic()
@@ -65,6 +69,8 @@ class Watch:
     def close(self) -> None:
         """Leave in peace: nobody misses this rank from now on."""
         self._ended.set()
+        if self._guardian is not None:
+            self._guardian.close()
         with self._lock:
             try:
                 self._store.set(f"beat/{self._rank}", _BYE)
@@ -120,8 +126,10 @@ class Watch:
                 return
 
     def _guard(self) -> None:
-        """The store's keeper may be stopped, and then a call to it never returns."""
+        """Beat for the guardian; and the store's keeper may be stopped: then a call to it never returns."""
         while not self._ended.wait(self._interval):
+            if self._guardian is not None:
+                self._guardian.beat()
             if time.monotonic() - self._answered > self._timeout * _STOPPED_SHARE:
                 self._lose(self._lost_keeper("doesn't answer any more: it hangs or was stopped"))
                 return
