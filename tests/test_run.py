@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -172,12 +172,33 @@ def test_killed_ranks_and_workers_leave_nothing_behind_but_time(finished: Path, 
         assert weights(run, stage) == weights(finished, stage), stage
 
 
-def test_ranks_started_by_torchrun_train_the_same_model(finished: Path, project: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["-m", "finetune", "run", "recipes/llama_sft.yaml", "--set", "name=joined", "--until", "sft"]
-    done = subprocess.run(
-        [*torchrun, *arguments], cwd=project, capture_output=True, text=True, timeout=300, env=ENVIRONMENT
+def test_ranks_started_by_torchrun_train_the_same_model_though_one_is_killed(finished: Path, project: Path) -> None:
+    """The script that launch-script writes for one node, path with a space and all."""
+    (project / "to sft.yaml").write_text(RECIPE[: RECIPE.index("  - quantize")])
+    flags = ["--torchrun", "--max-restarts", "1", "--set", "name=joined", "--out", "one node.sh"]
+    assert finetune(project, "launch-script", "to sft.yaml", *flags).returncode == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run = project / "outputs/joined"
+    process = subprocess.Popen(
+        ["bash", "one node.sh"],
+        cwd=project,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**ENVIRONMENT, "MASTER_PORT": port},
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("sft: starts") == 1
-    assert weights(project / "outputs/joined", "sft") == weights(finished, "sft")
+    saved = run / "01-pretrain/checkpoints/step-00000002/manifest.json"
+    deadline = time.monotonic() + 100
+    while not saved.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    below = [pid for pid, line in children(process.pid) if re.search(r"-m finetune run", line)]
+    os.kill(below[-1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert re.search(rf"rank [01] \(process {below[-1]} on .*\) was lost: it died", stderr), stderr
+    assert stderr.count("pretrain: starts") == stderr.count("pretrain: goes on where it was") == 1
+    assert stderr.count("sft: starts") == 1
+    assert not [pid for pid in below if _alive(pid)]
+    assert weights(run, "sft") == weights(finished, "sft")
