@@ -22,13 +22,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage1": {"stage": 1, "tied": True, "bf16": True},
     "stage1-untied-fp32": {"stage": 1, "tied": False, "bf16": False},
     "stage2": {"stage": 2, "tied": True, "bf16": True},
-    "stage2-untied-offload": {"stage": 2, "tied": False, "bf16": True},
+    "stage2-untied-offload": {"stage": 2, "tied": False, "bf16": True, "offload": True},
     "stage3": {"stage": 3, "tied": True, "bf16": True},
     "stage3-untied-subgroups": {"stage": 3, "tied": False, "bf16": True, "sub_group_size": 700},
 }
 
 
-def train(folder: Path, name: str, *, stage: int, tied: bool, bf16: bool, sub_group_size: int = 10**9) -> None:
+def train(
+    folder: Path, name: str, *, stage: int, tied: bool, bf16: bool, sub_group_size: int = 10**9, offload: bool = False
+) -> None:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -50,6 +52,9 @@ def train(folder: Path, name: str, *, stage: int, tied: bool, bf16: bool, sub_gr
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False
     if stage == 3:
         config["zero_optimization"] |= {"sub_group_size": sub_group_size, "stage3_param_persistence_threshold": 50}
     engine, *_ = deepspeed.initialize(

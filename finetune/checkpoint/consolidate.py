@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from finetune.checkpoint.plan import OutputTensor, file_names, plan_model, requi
 from finetune.checkpoint.safetensors_stream import DTYPE_NAMES, FileWriter
 from finetune.checkpoint.sources import Source, open_source
 from finetune.errors import CheckpointError, FinetuneError, RecipeError, did_you_mean
-from finetune.files import published_folder, require_free_bytes, sha256_file, write_json
+from finetune.files import published_folder, require_free_bytes, write_json
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,7 +66,6 @@ def consolidate(
                 _set_config_dtype(folder / "config.json", dtype)
                 files = write_tensors(source, outputs, folder, max_shard_size_bytes=max_shard_size_bytes)
                 check_written(folder, outputs, aliases)
-                check_hashes(folder, files)
                 verified.result()
         except FinetuneError:
             # A damaged file is the cause of whatever else is wrong.
@@ -125,14 +123,6 @@ def check_written(folder: Path, outputs: Sequence[OutputTensor], aliases: dict[s
     missing = expected.keys() - written.keys()
     if missing:
         raise CheckpointError(f"{sorted(missing)[0]} wasn't written", where=folder)
-
-
-def check_hashes(folder: Path, files: dict[str, str]) -> None:
-    """Read the written ``files`` {name: sha256} again. Raises CheckpointError for one that isn't what was written."""
-    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-        for name, found in zip(files, pool.map(lambda name: sha256_file(folder / name), files), strict=True):
-            if found != files[name]:
-                raise CheckpointError("the disk gives back other bytes than were written", where=folder / name)
 
 
 _TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

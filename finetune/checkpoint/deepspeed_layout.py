@@ -28,7 +28,7 @@ from finetune.checkpoint.stored import StoredTensor, coverage_fault
 from finetune.checkpoint.torch_file import FIX, Extent, Inert, TorchFile
 from finetune.errors import CheckpointError
 
-_INERT = (
+INERT = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -115,7 +115,7 @@ def _refuse_other_parallelism(folder: Path) -> None:
 
 
 def _open(path: Path) -> TorchFile:
-    opened = TorchFile(path, inert=_INERT)
+    opened = TorchFile(path, inert=INERT)
     if not isinstance(opened.content, dict):
         raise CheckpointError("the file isn't DeepSpeed's", where=path, fix=FIX)
     return opened
@@ -203,7 +203,13 @@ class _Sharded:
                 groups = _optimizer(opened).get("single_partition_of_fp32_groups")
                 parts.append((opened, _item(opened, groups, index)))
             vector = _Vector(parts)
-            behind = paddings[index] if paddings else [0] * len(shapes)
+            behind = _item(optimizers[0], paddings, index) if paddings else [0] * len(shapes)
+            if len(behind) != len(shapes):
+                raise CheckpointError(
+                    f"group {index} is of {len(behind)} parameters here, of {len(shapes)} in {self.states.path.name}",
+                    where=optimizers[0].path,
+                    fix=FIX,
+                )
             position = 0
             for (name, shape), padding in zip(shapes.items(), behind, strict=True):
                 self._add(name, shape, vector.dtype, vector.take(position, math.prod(shape)), optimizers[-1])

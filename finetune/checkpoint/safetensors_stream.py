@@ -26,7 +26,7 @@ from finetune.checkpoint.bands import BandReader, bytes_of
 from finetune.checkpoint.plan import OutputTensor
 from finetune.checkpoint.torch_file import Record, check_record
 from finetune.errors import CheckpointError
-from finetune.files import write_file
+from finetune.files import sha256_file, write_file
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -70,7 +70,7 @@ class FileWriter:
         self._readers: ThreadPoolExecutor
 
     def write(self, files: dict[Path, Sequence[OutputTensor]]) -> dict[Path, str]:
-        """Write each of ``files``, flushed; return their sha256.
+        """Write each of ``files``, flushed and read again; return their sha256.
 
         Raises CheckpointError that names what can't be read.
         """
@@ -112,6 +112,9 @@ class FileWriter:
         except BaseException:
             self._stop.set()
             raise
+        # Here rather than at the end, since other files are flushed meanwhile.
+        if sha256_file(path) != digest.hexdigest():
+            raise CheckpointError("the disk gives back other bytes than were written", where=path)
         return digest.hexdigest()
 
     def _read_ahead(self, outputs: Sequence[OutputTensor]) -> Iterator[torch.Tensor]:

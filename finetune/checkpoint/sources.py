@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -63,6 +64,15 @@ class Source:
     """A type other than which the result can't be exact, and why."""
 
 
+_OWN_STEP = re.compile(r"step-\d{8,}(\.old)?(\.tmp)?")
+"""torchtitan's are step-10."""
+
+
+def own_steps(folder: Path) -> list[str]:
+    """The names of our own checkpoints in ``folder``."""
+    return sorted(path.name for path in folder.glob("step-*") if _OWN_STEP.fullmatch(path.name))
+
+
 def open_source(checkpoint: Path, *, model: Path | None = None) -> Source:
     """The checkpoint in the folder ``checkpoint``; ``model`` gives configuration and tokenizer where it has none.
 
@@ -70,13 +80,13 @@ def open_source(checkpoint: Path, *, model: Path | None = None) -> Source:
     """
     if not checkpoint.is_dir():
         raise CheckpointError("there is no such checkpoint", where=checkpoint, fix="give the path of its folder")
-    steps = sorted(path.name for path in checkpoint.glob("step-*"))
-    if steps:
+    steps = own_steps(checkpoint) or sorted(path.parent.name for path in checkpoint.glob("*/.metadata"))
+    if steps and not (checkpoint / METADATA_NAME).is_file():
         raise CheckpointError(
             "this folder holds checkpoints, it isn't one", where=checkpoint, fix=f"give one of: {', '.join(steps)}"
         )
     # A step folder without its manifest was never finished: it must not pass for another tool's.
-    ours = (checkpoint / MODEL_FILES).is_dir() or checkpoint.name.startswith("step-")
+    ours = (checkpoint / MODEL_FILES).is_dir() or _OWN_STEP.fullmatch(checkpoint.resolve().name)
     if ours or ((checkpoint / MANIFEST_NAME).is_file() and (checkpoint / METADATA_NAME).is_file()):
         return _open_ours(checkpoint, model)
     deepspeed = find_deepspeed_folder(checkpoint)
