@@ -42,8 +42,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="let an unfinished training go on from its checkpoint with settings that have changed since",
     )
 
-    plan = add("plan", "Validate a recipe; show its stages, what is done, and the memory and disk it will need.")
+    plan = add(
+        "plan",
+        "Validate a recipe; show its stages, what is done, the memory and disk it will need, and what would make it "
+        "fit. Ends with 0 whether it fits or not: --json says it as `fits`.",
+    )
     _add_recipe_flags(plan)
+    plan.add_argument(
+        "--world-size", type=_positive, metavar="N", help="plan for N ranks over all machines (default: the recipe's)"
+    )
+    plan.add_argument(
+        "--gpu-memory", metavar="SIZE", help="of one GPU, as 80GiB: plans for cuda where there is none here, too"
+    )
+    plan.add_argument("--cpu-memory", metavar="SIZE", help="of one machine, as 512GiB (default: this machine's)")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
     script = add("launch-script", "Write the file that runs a recipe on several machines, by SLURM or torchrun.")

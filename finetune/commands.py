@@ -63,11 +63,22 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def plan(options: Namespace) -> None:
-    from finetune.planning import format_plan, plan_recipe
+    from finetune.config.size import parse_size
+    from finetune.plan_text import format_plan
+    from finetune.planning import plan_recipe
     from finetune.recipe import load_recipe
 
+    given = {
+        name: None if text is None else parse_size(text, where=f"--{name}-memory")
+        for name, text in (("gpu", options.gpu_memory), ("cpu", options.cpu_memory))
+    }
     quiet_libraries()
-    planned = plan_recipe(with_launch_defaults(load_recipe(Path(options.recipe), options.overrides)))
+    planned = plan_recipe(
+        load_recipe(Path(options.recipe), options.overrides),
+        world_size=options.world_size,
+        gpu_bytes=given["gpu"],
+        cpu_bytes=given["cpu"],
+    )
     print(json.dumps(planned, indent=2) if options.json else format_plan(planned))
 
 
@@ -134,7 +145,6 @@ def consolidate(options: Namespace) -> None:
     quiet_libraries()
     from finetune.checkpoint.commit import find_checkpoint
     from finetune.checkpoint.consolidate import consolidate as consolidate_checkpoint
-
     from finetune.checkpoint.sources import own_steps
 
     checkpoint = Path(options.checkpoint)

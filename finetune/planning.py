@@ -1,24 +1,100 @@
-"""What ``finetune plan`` shows: the stages, what is done, and the memory and disk that each will need."""
+"""What ``finetune plan`` shows: the stages, what is done, the memory and disk that each needs, and what would fit."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from finetune.engine.choice import INSTALL_DEEPSPEED
+from finetune.engine.settings import LaunchSettings
+from finetune.errors import RecipeError
 from finetune.pipeline import plan_stages
 from finetune.recipe import LoadedRecipe, Stage, check_files_exist
 from finetune.stages.base import BASE_MODEL
 from finetune.train.settings import TrainSettings
 
+GPUS_ASSUMED = 8
+"""Ranks on a machine of a cluster that isn't this machine, where the recipe doesn't say ``launch.num_processes``."""
 
-def plan_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
-    """The plan as plain values. Reads the recipe's files and the model's configuration; loads no weights.
 
-    Memory is a prediction a rank for training stages (``finetune.engine.memory``); other stages' need is the models'
-    sizes. Raises the same errors as a run would before its first stage.
+@dataclass(frozen=True)
+class Machines:
+    """Where the plan's ranks run, and what each may use there; None: not known."""
+
+    device: Literal["cpu", "cuda"]
+    world_size: int
+    ranks_per_machine: int
+    gpu_bytes: int | None
+    """Of one GPU."""
+    cpu_bytes: int | None
+    """Of one machine."""
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def host_bytes_per_rank(self) -> int | None:
+        return None if self.cpu_bytes is None else self.cpu_bytes // self.ranks_per_machine
+
+
+def plan_machines(
+    launch: LaunchSettings, *, world_size: int | None, gpu_bytes: int | None, cpu_bytes: int | None
+) -> Machines:
+    """Fill in from this machine what neither the recipe nor the flags say; what is taken for granted is listed.
+
+    Raises RecipeError for a GPU's memory beside a recipe that trains on the cpu.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    assumed = []
+    device = launch.device or ("cuda" if num_gpus or gpu_bytes else "cpu")
+    if device == "cpu" and gpu_bytes is not None:
+        raise RecipeError(
+            "the recipe trains on the cpu, where a GPU's memory means nothing",
+            where="--gpu-memory",
+            fix="plan for GPUs with --set launch.device=cuda",
+        )
+    here = device == "cpu" or num_gpus > 0
+    if not here:
+        assumed.append("there is no GPU here: planned for cuda elsewhere")
+    processes = launch.num_processes or (num_gpus if device == "cuda" and num_gpus else None)
+    world_size = world_size or processes or 1
+    if processes is None and device == "cuda" and world_size > 1:
+        processes = GPUS_ASSUMED
+        assumed.append(f"{min(world_size, GPUS_ASSUMED)} ranks a machine: launch.num_processes doesn't say")
+    ranks_per_machine = min(world_size, processes or world_size)
+    if device == "cuda" and gpu_bytes is None and num_gpus:
+        gpu_bytes = min(torch.cuda.get_device_properties(number).total_memory for number in range(num_gpus))
+    if cpu_bytes is None and here:
+        cpu_bytes = memory_of_this_machine()
+    return Machines(device, world_size, ranks_per_machine, gpu_bytes, cpu_bytes, tuple(assumed))
+
+
+def memory_of_this_machine() -> int:
+    """Bytes of memory, or of this process's control group where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def plan_recipe(
+    loaded: LoadedRecipe,
+    *,
+    world_size: int | None = None,
+    gpu_bytes: int | None = None,
+    cpu_bytes: int | None = None,
+) -> dict[str, Any]:
+    """The plan as plain values, named in docs/plan.md. Reads the recipe's files and the model's configuration.
+
+    Memory is a prediction a rank for training stages (``finetune.engine.memory``). Raises the same errors as a run
+    would before its first stage, but for an engine or a device that isn't there: those are noted.
     """
     check_files_exist(loaded)
     config = model_config(loaded)
+    machines = plan_machines(loaded.recipe.launch, world_size=world_size, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
     stages = []
     for planned in plan_stages(loaded):
         stage = planned.stage
@@ -26,19 +102,25 @@ def plan_recipe(loaded: LoadedRecipe) -> dict[str, Any]:
             "name": stage.name,
             "kind": stage.kind,
             "from": stage.input,
+            "models": list(dict.fromkeys(stage.extra_inputs)) or ([stage.input] if stage.input else []),
             "path": str(loaded.run_dir / stage.folder_name),
             "state": planned.state,
             "differences": list(planned.differences),
         }
         if stage.implementation.run_rank is not None:
-            entry |= training_need(loaded, stage, config)
+            entry |= training_need(loaded, stage, config, machines)
         stages.append(entry)
-    recipe = loaded.recipe
+    answers = [stage["fits"] for stage in stages if "fits" in stage]
     return {
-        "recipe": recipe.name,
+        "recipe": loaded.recipe.name,
         "run_dir": str(loaded.run_dir),
-        "num_processes": recipe.launch.num_processes,
-        "device": recipe.launch.device,
+        "device": machines.device,
+        "world_size": machines.world_size,
+        "ranks_per_machine": machines.ranks_per_machine,
+        "gpu_memory_bytes": machines.gpu_bytes,
+        "cpu_memory_bytes": machines.cpu_bytes,
+        "assumed": list(machines.assumed),
+        "fits": False if False in answers else None if None in answers else True,
         "stages": stages,
     }
 
@@ -68,50 +150,72 @@ class PlannedTokenizer:
         return self.vocab_size
 
 
-def training_need(loaded: LoadedRecipe, stage: Stage, config: Any) -> dict[str, Any]:
-    """The predicted memory and disk of a training stage; ``need`` holds the same as lines for a person."""
-    from finetune.engine import memory as prediction
+def training_need(loaded: LoadedRecipe, stage: Stage, config: Any, machines: Machines) -> dict[str, Any]:
+    """The predicted memory and disk of a training stage, and what would make it fit."""
+    from finetune.engine.memory import MOMENTS, Workload, model_size, predict_disk, predict_memory
+    from finetune.engine.memory_advice import Advice, Limits, advise
+    from finetune.train.loss import BLOCK_ELEMENTS
 
     recipe, settings = loaded.recipe, stage.settings
     assert isinstance(settings, TrainSettings)
-    assert recipe.launch.num_processes is not None
-    assert recipe.launch.device is not None
-    memory = prediction.predict_memory(
-        config,
+    workload = Workload(
         zero=recipe.zero,
-        world_size=recipe.launch.num_processes,
+        world_size=machines.world_size,
         micro_batch_size=settings.micro_batch_size,
         max_seq_length=settings.max_seq_length,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         mixed_precision=settings.mixed_precision,
         checkpointed_every=settings.checkpointed_every,
-        device=recipe.launch.device,
+        activation_offload=settings.activation_offload,
+        device=machines.device,
         attn_implementation=recipe.model.attn_implementation,
         packing=settings.packing,
+        loss_block_elements=BLOCK_ELEMENTS,
     )
-    disk = prediction.predict_disk(config, keep_checkpoints=settings.keep_checkpoints, dtype=settings.dtype)
+    size = model_size(config)
+    memory = predict_memory(config, workload, size=size)
+    disk = predict_disk(config, keep_checkpoints=settings.keep_checkpoints, dtype=settings.dtype, size=size)
+    limits = Limits(machines.gpu_bytes, machines.host_bytes_per_rank)
+    fits = limits.fits(memory)
+    advice = advise(config, workload, limits, size=size) if fits is False else Advice((), None)
+    notes = []
+    if memory.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        notes.append(f"DeepSpeed isn't installed here: {INSTALL_DEEPSPEED}")
+
+    def change(found: Any) -> dict[str, Any]:
+        return {
+            "settings": found.settings,
+            "device_bytes_per_rank": found.plan.device_bytes,
+            "host_bytes_per_rank": found.plan.host_bytes,
+            "nvme_bytes_per_rank": found.plan.nvme_bytes,
+        }
+
     return {
         "engine": memory.engine,
         "engine_reason": memory.engine_reason,
+        "notes": notes,
         "num_parameters": memory.num_parameters,
+        "parts": [
+            {
+                "name": item.name,
+                "num_bytes": item.num_bytes,
+                "place": item.place,
+                "moments": [moment for moment in MOMENTS if moment in item.moments],
+                "note": item.note,
+            }
+            for item in memory.items
+        ],
+        "peak_moments": {place: memory.peak(place)[1] for place in ("device", "host")},  # type: ignore[arg-type]
         "device_bytes_per_rank": memory.device_bytes,
         "host_bytes_per_rank": memory.host_bytes,
+        "nvme_bytes_per_rank": memory.nvme_bytes,
+        "device_limit_bytes_per_rank": limits.device_bytes,
+        "host_limit_bytes_per_rank": limits.host_bytes,
+        "fits": fits,
+        "changes": [change(found) for found in advice.changes],
+        "closest": None if advice.closest is None else change(advice.closest),
         "disk_bytes": disk.total_bytes,
-        "need": [*prediction.format_plan(memory).splitlines(), prediction.format_disk(disk)],
+        "checkpoint_bytes": disk.checkpoint_bytes,
+        "num_checkpoints": disk.num_checkpoints,
+        "model_bytes": disk.model_bytes,
     }
-
-
-def format_plan(plan: dict[str, Any]) -> str:
-    """The plan as lines for a terminal."""
-    lines = [f"{plan['recipe']}: {plan['num_processes']} process(es) on {plan['device']}, in {plan['run_dir']}", ""]
-    width = max(len(stage["name"]) for stage in plan["stages"])
-    for index, stage in enumerate(plan["stages"], start=1):
-        kind = "" if stage["kind"] == stage["name"] else f"{stage['kind']} "
-        lines.append(
-            f"  {index:2d}  {stage['name']:<{width}}  {stage['state']:<10}  {kind}from {stage['from'] or 'scratch'}"
-        )
-        lines += [f"      {'':<{width}}  {difference}" for difference in stage["differences"]]
-    for stage in plan["stages"]:
-        if "need" in stage:
-            lines += ["", f"{stage['name']}:", *(f"  {line}" for line in stage["need"])]
-    return "\n".join(lines)
