@@ -5,13 +5,14 @@
 Makes a random Llama whose float32 masters take that many GB and saves it with both moments as two ranks of ours hold
 them, as DCP's Hugging Face writer shards it (weights alone) and, with --deepspeed, by two ranks of DeepSpeed (ZeRO 2)
 after one step. Then each tool works in a process of its own on files that are in the page cache, and flushes what it
-wrote; peak memory is that process's VmHWM, imports included. `cp` copies and flushes the folder that finetune wrote
-just before. Prints a Markdown table; all that it wrote is removed at the end.
+wrote; peak memory is that process's VmHWM, imports included, which the seconds are not. Right after it, `cp` copies and
+flushes the same files: those that it read, and those that it wrote. Prints a Markdown table; all is removed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -164,6 +165,14 @@ METHODS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
 }
 
 
+PRELOADED = {
+    "finetune": ["finetune.checkpoint.consolidate"],
+    "torch dcp_to_torch_save": ["torch.distributed.checkpoint.format_utils"],
+    "torch consolidate_safetensors_files": ["torch.distributed.checkpoint._consolidate_hf_safetensors"],
+    "DeepSpeed zero_to_fp32": ["deepspeed.utils.zero_to_fp32"],
+}
+
+
 def child(name: str, folder: Path) -> None:
     if name == "ours":
         write_ours(folder, int(os.environ["RANK"]))
@@ -171,6 +180,8 @@ def child(name: str, folder: Path) -> None:
         write_deepspeed(folder, int(os.environ["RANK"]))
     else:
         _, result, method = METHODS[name]
+        for module in PRELOADED["finetune" if name.startswith("finetune") else name]:
+            importlib.import_module(module)
         started = time.perf_counter()
         method(folder)
         for path in (folder / result).rglob("*"):
@@ -191,8 +202,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     if finished.returncode:
         return {"name": name, "failed": finished.returncode}
     row = {"name": name, **json.loads(finished.stdout.splitlines()[-1])}
-    row["bytes"] = sum(path.stat().st_size for path in (folder / result).rglob("*") if path.is_file())
-    row["cp_seconds"] = copy_seconds(folder / result, folder / "copy")
+    for what, part in (("read", source), ("written", result)):
+        row[f"{what}_bytes"] = sum(path.stat().st_size for path in (folder / part).rglob("*") if path.is_file())
+        row[f"{what}_seconds"] = copy_seconds(folder / part, folder / "copy")
     return row
 
 
@@ -241,17 +253,17 @@ def main() -> None:
         for name, (source, _, _) in METHODS.items()
         if args.deepspeed or source != "deepspeed"
     ]
-    print("| | GB written | seconds | cp and flush of the same bytes | ratio | peak memory, MB |")
-    print("|---|---|---|---|---|---|")
+    print("| | seconds | peak MB | GB in | its cp, s | ratio | GB out | its cp, s | ratio |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         if "failed" in row:
-            print(f"| {row['name']} | failed with {row['failed']} | | | | |")
+            print(f"| {row['name']} | failed with {row['failed']} | | | | | | | |")
             continue
-        ratio = row["seconds"] / row["cp_seconds"]
-        print(
-            f"| {row['name']} | {row['bytes'] / 1e9:.2f} | {row['seconds']:.1f} | {row['cp_seconds']:.1f} "
-            f"| {ratio:.1f} | {row['peak_bytes'] / 1e6:.0f} |"
-        )
+        cells = [row["name"], f"{row['seconds']:.1f}", f"{row['peak_bytes'] / 1e6:.0f}"]
+        for what in ("read", "written"):
+            copied = row[f"{what}_seconds"]
+            cells += [f"{row[f'{what}_bytes'] / 1e9:.2f}", f"{copied:.1f}", f"{row['seconds'] / copied:.2f}"]
+        print(f"| {' | '.join(cells)} |")
     for name in ("result", "peer") if args.keep else ("model", "ours", "sharded", "deepspeed", "result", "peer"):
         shutil.rmtree(folder / name, ignore_errors=True)
 

@@ -150,8 +150,15 @@ def test_values_that_float16_cannot_hold_are_refused(
     large = weights["model.norm.weight"].clone()
     large[3] = 1e6
     checkpoint = save_dcp(tmp_path / "checkpoint", {**weights, "model.norm.weight": large})
-    with pytest.raises(CheckpointError, match=r"model.norm.weight holds values that float16 can't"):
-        consolidate(checkpoint, out=tmp_path / "out", dtype="float16", model=model)
+    for max_shard_size_bytes in (10**9, 10_000):  # Alone, and while other files are written.
+        with pytest.raises(CheckpointError, match=r"model.norm.weight holds values that float16 can't"):
+            consolidate(
+                checkpoint,
+                out=tmp_path / "out",
+                dtype="float16",
+                max_shard_size_bytes=max_shard_size_bytes,
+                model=model,
+            )
     assert not list(tmp_path.glob("out*"))
 
 

@@ -15,10 +15,9 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any
 
 import torch
 
@@ -79,16 +78,20 @@ class FileWriter:
         with ThreadPoolExecutor(num_cores) as self._readers, ThreadPoolExecutor(at_once) as writers:
             futures = {path: writers.submit(self._write_one, path, group) for path, group in files.items()}
             try:
-                hashes = {path: future.result() for path, future in futures.items()}
+                wait(futures.values())
+                errors = [error for future in futures.values() if (error := future.exception())]
+                for error in errors:
+                    if not isinstance(error, StoppedError):
+                        raise error
+                assert not errors, "a file was stopped, and none failed"
                 for check in self._checks.values():
                     check.result()
             except BaseException:
                 self._stop.set()
-                pending: list[Future[Any]] = [*futures.values(), *self._checks.values()]
-                for future in pending:
-                    future.cancel()
+                for check in self._checks.values():
+                    check.cancel()
                 raise
-        return hashes
+        return {path: future.result() for path, future in futures.items()}
 
     def _write_one(self, path: Path, group: Sequence[OutputTensor]) -> str:
         ordered = sorted(group, key=lambda output: -output.dtype.itemsize)
