@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,6 +84,47 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout_and_is_named(progr
         launch(program, verb, tmp_path)
     assert time.monotonic() - start < 40
     assert not alive(tmp_path)
+
+
+KEEPER = """
+import os, signal, sys
+import torch.distributed as dist
+from finetune.engine.launch import process_group
+from finetune.errors import FinetuneError
+
+try:
+    with process_group("cpu", timeout_seconds=6) as (rank, world_size):
+        dist.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        dist.barrier()
+except FinetuneError as error:
+    sys.exit(f"{type(error).__name__} {error}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("SIGKILL", "was lost"), ("SIGSTOP", "doesn't answer any more: it hangs or was stopped")]
+)
+def test_a_lost_rank_0_that_keeps_the_store_is_named(tmp_path, name, how):
+    """As under srun, where no agent keeps it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"FINETUNE_JOINED": "slurm", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-c", KEEPER, name]
+    keeper, other = (
+        subprocess.Popen(command, env={**os.environ, **place, "RANK": rank}, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    )
+    try:
+        _, stderr = other.communicate(timeout=60)
+        assert re.search(rf"rank 0 \(process {keeper.pid} on .*\), which keeps the ranks' store, {how}", stderr), stderr
+        assert "Traceback" not in stderr
+        assert keeper.wait(timeout=10) == -signal.SIGKILL, "stopped, and not ended by the other rank"
+    finally:
+        keeper.kill()
+        keeper.communicate()
 
 
 def test_a_ranks_own_error_is_raised_in_the_parent(program, tmp_path):

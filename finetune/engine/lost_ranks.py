@@ -53,7 +53,9 @@ class Watch:
         several_hosts = len({member.host for member in roll.members}) > 1
         self._guardian = Guardian(os.getpid(), timeout_seconds * _LATE_SHARE) if several_hosts else None
         self._ended = threading.Event()
-        self._lock = threading.Lock()
+        self._explains = False
+        """Whether the main thread says by itself who was lost."""
+        self._lock, self._losing = threading.Lock(), threading.Lock()
         now = time.monotonic()
         self._answered = now
         self._beats: dict[int, tuple[str, float]] = {member.rank: ("", now) for member in roll.members}
@@ -71,14 +73,17 @@ class Watch:
         self._ended.set()
         if self._guardian is not None:
             self._guardian.close()
-        with self._lock:
-            try:
-                self._store.set(f"beat/{self._rank}", _BYE)
-                if keeps_store(self._rank):
-                    # The store ends with this process, and what the others still do with it would fail.
-                    self._wait_for_farewells(30 * self._interval)
-            except (dist.DistError, RuntimeError):
-                return  # the keeper of the store has left before: it waits for all, so this one was counted out
+        if not self._lock.acquire(timeout=10 * self._interval):
+            return  # the other thread waits for a store that doesn't answer
+        try:
+            self._store.set(f"beat/{self._rank}", _BYE)
+            if keeps_store(self._rank):
+                # The store ends with this process, and what the others still do with it would fail.
+                self._wait_for_farewells(30 * self._interval)
+        except (dist.DistError, RuntimeError):
+            return  # the keeper of the store has left before: it waits for all, so this one was counted out
+        finally:
+            self._lock.release()
 
     def _wait_for_farewells(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -120,9 +125,7 @@ class Watch:
                     time.sleep(3 * self._interval)  # let the others read it before this process ends, and the store
             if verdict is not None:
                 word = json.loads(verdict)
-                for rank in word["ranks"]:
-                    kill_sibling(self._members[rank])
-                self._lose(rebuild(word))
+                self._lose(rebuild(word), ranks=word["ranks"])
                 return
 
     def _guard(self) -> None:
@@ -131,13 +134,20 @@ class Watch:
             if self._guardian is not None:
                 self._guardian.beat()
             if time.monotonic() - self._answered > self._timeout * _STOPPED_SHARE:
-                self._lose(self._lost_keeper("doesn't answer any more: it hangs or was stopped"))
+                # Even while the main thread explains: it waits for the same store.
+                self._explains = False
+                error = self._lost_keeper("doesn't answer any more: it hangs or was stopped")
+                self._lose(error, ranks=[0] if self._keeper == "rank 0" else [])
                 return
 
-    def _lose(self, error: FinetuneError) -> None:
-        if not self._ended.is_set():
-            assert isinstance(error, ResourceError)
-            self._on_lost(error)
+    def _lose(self, error: FinetuneError, ranks: Sequence[int] = ()) -> None:
+        """End this process with ``error``, and before it ``ranks``, which hang, where they are within reach."""
+        if self._ended.is_set() or self._explains or not self._losing.acquire(blocking=False):
+            return
+        assert isinstance(error, ResourceError)
+        for rank in ranks:
+            kill_sibling(self._members[rank])
+        self._on_lost(error)
 
     # What they know.
 
@@ -193,7 +203,7 @@ class Watch:
 
         Tells the other ranks of ``error`` where it is this rank's own.
         """
-        self._on_lost = lambda lost: None  # this thread says it from now on
+        self._explains = True
         if threading.current_thread() is threading.main_thread():
             # A launcher that has seen the lost rank end tells this one to end, too; it does, in a few seconds.
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -274,11 +284,11 @@ def _collectives_entered() -> int:
     """How many collectives this rank has entered in the group of all ranks, over its backends."""
     if not dist.is_initialized() or dist.group.WORLD is None:
         return 0
-    return sum(backend._get_sequence_number_for_group() for backend in _backends(dist.group.WORLD))
-
-
-def _backends(group: dist.ProcessGroup) -> list[Any]:
-    return list({id(found): found for found in map(group._get_backend, group._device_types)}.values())
+    try:
+        backends = {id(found): found for found in map(dist.group.WORLD._get_backend, dist.group.WORLD._device_types)}
+        return sum(backend._get_sequence_number_for_group() for backend in backends.values())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0  # the group is being taken down
 
 
 def is_broken_collective(error: BaseException) -> bool:
