@@ -22,13 +22,15 @@ from transformers import PreTrainedModel
 
 from finetune.engine.adamw import squared_norm
 from finetune.engine.choice import require_installed
-from finetune.engine.deepspeed_adamw import MOMENTS, Partitions, ShardAdamW
+from finetune.engine.deepspeed_adamw import KEYS, MASTER, Partitions, ShardAdamW
 from finetune.engine.deepspeed_config import LOSS_SCALE_WINDOW, deepspeed_config, refusal
+from finetune.engine.parameters import move_buffers, persistent_buffers
 from finetune.engine.protocol import AdamWSettings, MicroBatch, StepResult
-from finetune.engine.replicated import persistent_buffers
 from finetune.engine.settings import ZeroSettings
-from finetune.engine.weights import load_tensors
+from finetune.engine.weights import load_tensors, tensor_files
 from finetune.errors import RecipeError
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class DeepSpeedEngine:
@@ -56,7 +58,7 @@ class DeepSpeedEngine:
         adamw: AdamWSettings,
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        if why := refusal(zero, compute_dtype=compute_dtype, device=device.type):
+        if why := refusal(zero, precision=PRECISIONS[compute_dtype]):
             raise RecipeError(f"DeepSpeed can't do this exactly: {why}", where="zero", fix="set zero.engine: auto")
         self.module = module
         self.device = device
@@ -69,14 +71,17 @@ class DeepSpeedEngine:
         with _imported(device.type) as deepspeed:
             config = deepspeed_config(
                 zero,
-                compute_dtype=compute_dtype,
+                precision=PRECISIONS[compute_dtype],
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 world_size=self._world_size,
                 device=device.type,
+                largest_parameter=max(parameter.numel() for parameter in module.parameters()),
             )
             deepspeed.init_distributed(dist_init_required=False, verbose=False)
             self._materialise(deepspeed, folder, config, compute_dtype)
-            self._named = {name.removeprefix("model."): parameter for name, parameter in module.named_parameters()}
+            self._names: dict[Tensor, str] = {
+                parameter: name.removeprefix("model.") for name, parameter in module.named_parameters()
+            }
             self._optimizer = ShardAdamW(_groups(module, adamw), settings=adamw, grad_norm=self._grad_norm)
             self._engine: Any = deepspeed.initialize(
                 model=module, optimizer=self._optimizer, config=config, dist_init_required=False
@@ -96,22 +101,27 @@ class DeepSpeedEngine:
 
     def _materialise(self, deepspeed: Any, folder: Path, config: dict[str, Any], compute_dtype: torch.dtype) -> None:
         """Read the parameters one by one in ``compute_dtype``; stage 3 gives each up but for this rank's part."""
+        move_buffers(self.module, self.device)
         owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for owner in self.module.modules():
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
                     owners.setdefault(parameter, []).append((owner, name))
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[name] = buffer.to(self.device)
+        swapper = None
         for name, meta in list(self.module.named_parameters()):
             value = torch.empty(meta.shape, dtype=compute_dtype, device=self.device)
             load_tensors(folder, {name.removeprefix("model."): value})
             parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
             if self._stage == 3:
-                deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
+                init = deepspeed.zero.Init(
+                    module=nn.ParameterList([parameter]), config_dict_or_path=config, param_swapper=swapper
+                )
+                swapper = init.param_swapper
             for owner, key in owners[meta]:
                 owner._parameters[key] = parameter
+        stored = tensor_files(folder)
+        buffers = {name.removeprefix("buffer."): value for name, value in persistent_buffers(self.module).items()}
+        load_tensors(folder, {name: value for name, value in buffers.items() if name in stored})
         if self._stage == 3:
             _keep_no_weights(self.module)
             for child in self.module.children():
@@ -123,14 +133,18 @@ class DeepSpeedEngine:
     def _load_masters(self, folder: Path, *, is_cast: bool) -> None:
         """DeepSpeed made the masters from the compute weights; where these are shorter, read the files' own values."""
         assert self._partitions is not None
-        for name, parameter in self._named.items():
+        for parameter, name in self._names.items():
             if not parameter.requires_grad:
                 self._frozen[name] = self._own_rows(torch.empty(_shape(parameter), dtype=torch.float32, device="meta"))
                 load_tensors(folder, {name: self._frozen[name]})
-            elif is_cast:
-                whole = torch.empty(_shape(parameter), dtype=torch.float32, device=self.device)
-                load_tensors(folder, {name: whole})
-                self._partitions.write(parameter, whole)
+
+        def stored(parameter: Tensor, key: str) -> Tensor:
+            whole = torch.empty(_shape(parameter), dtype=torch.float32, device=self.device)
+            load_tensors(folder, {self._names[parameter]: whole})
+            return whole
+
+        if is_cast:
+            self._partitions.write(stored, keys=(MASTER,))
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], *, denominator: float) -> None:
         self._last_state = None
@@ -152,7 +166,7 @@ class DeepSpeedEngine:
         self._optimizer.is_held = not StepResult(loss=loss, grad_norm=0.0).is_finite
         scale = self._zero.loss_scale if self._is_scaled else 1.0
         if self._partitions is None:
-            self._own_norm = squared_norm([parameter.grad for parameter in self._named.values()]) ** 0.5
+            self._own_norm = squared_norm([parameter.grad for parameter in self._names]) ** 0.5
             self._optimizer.is_held |= not StepResult(loss=loss, grad_norm=self._own_norm).is_finite
         self._engine.step()
         result = StepResult(
@@ -162,6 +176,8 @@ class DeepSpeedEngine:
         )
         if result.is_finite:
             self._optimizer.step_count += 1
+        elif self._partitions is not None:
+            self._partitions.drop_gradients()
         self._optimizer.is_held = False
         return result
 
@@ -179,12 +195,15 @@ class DeepSpeedEngine:
 
     def state(self) -> dict[str, Tensor]:
         """As the protocol has it, but for stage 0 masters and moments are copies: this rank's rows, on the host."""
-        state: dict[str, Tensor] = {}
-        for name, parameter in self._named.items():
-            state[f"model.{name}"] = self._frozen[name] if name in self._frozen else self._read(parameter)
-            if parameter.requires_grad:
-                for moment in MOMENTS:
-                    state[f"optimizer.{moment}.{name}"] = self._read(parameter, moment)
+        state: dict[str, Tensor] = {f"model.{name}": rows for name, rows in self._frozen.items()}
+        if self._partitions is not None:
+            for parameter, key, whole in self._partitions.read():
+                state[_state_name(self._names[parameter], key)] = self._own_rows(whole)
+        else:
+            for parameter, name in self._names.items():
+                state[f"model.{name}"] = parameter.detach()
+                for moment, value in self._optimizer.state[parameter].items() if parameter.requires_grad else ():
+                    state[_state_name(name, moment)] = value
         state["optimizer.step"] = self._optimizer.step_count
         if self._is_scaled:
             state["optimizer.loss_scale"] = torch.tensor(float(self._zero.loss_scale))
@@ -198,26 +217,16 @@ class DeepSpeedEngine:
         state, self._last_state = self._last_state, None
         if self._partitions is None:
             return
-        for name, parameter in self._named.items():
-            # One parameter is whole at a time.
-            master = _whole(state[f"model.{name}"])
+        self._partitions.write(
+            lambda parameter, key: _whole(state[_state_name(self._names[parameter], key)]).to(self.device), keys=KEYS
+        )
+        for parameter, name in self._names.items():
             if not parameter.requires_grad:
-                self._set_frozen(parameter, master)
-                continue
-            self._partitions.write(parameter, master.to(self.device))
-            for moment in MOMENTS:
-                whole = _whole(state[f"optimizer.{moment}.{name}"])
-                self._partitions.write(parameter, whole.to(self.device), moment)
-        self._partitions.refresh()
+                self._set_frozen(parameter, _whole(state[f"model.{name}"]))
         if self._is_scaled:
             scaler = self._zero.loss_scaler
             scaler.cur_scale = float(state["optimizer.loss_scale"])
             scaler.cur_iter, scaler.last_overflow_iter = 0, -1 - int(state["optimizer.good_steps"])
-
-    def _read(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
-        if self._partitions is not None:
-            return self._own_rows(self._partitions.read(parameter, moment))
-        return parameter.detach() if moment is None else cast(Tensor, self._optimizer.state[parameter][moment])
 
     def _own_rows(self, whole: Tensor) -> Tensor:
         """A copy of this rank's rows on the host, dealt out as torch's FSDP2 does; a scalar is whole everywhere."""
@@ -234,10 +243,10 @@ class DeepSpeedEngine:
             local, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
-    def _set_frozen(self, parameter: nn.Parameter, master: Tensor) -> None:
-        from deepspeed.zero import GatheredParameters
+    def _set_frozen(self, parameter: Tensor, master: Tensor) -> None:
+        import deepspeed
 
-        with GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3), torch.no_grad():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3), torch.no_grad():
             parameter.copy_(master)
 
 
@@ -296,6 +305,10 @@ def _good_steps(scaler: Any) -> int:
     """Steps since the scale last changed, up to the window: at its end the scale is about to be doubled."""
     steps = scaler.cur_iter - scaler.last_overflow_iter - 1
     return (steps - 1) % LOSS_SCALE_WINDOW + 1 if steps > 0 else 0
+
+
+def _state_name(name: str, key: str) -> str:
+    return f"model.{name}" if key == MASTER else f"optimizer.{key}.{name}"
 
 
 def _whole(value: Tensor) -> Tensor:

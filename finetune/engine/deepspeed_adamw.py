@@ -12,7 +12,9 @@ from torch.optim.adamw import adamw
 from finetune.engine.adamw import clip_coefficient
 from finetune.engine.protocol import AdamWSettings
 
+MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KEYS = (MASTER, *MOMENTS)
 
 
 class ShardAdamW(torch.optim.Optimizer):
@@ -72,87 +74,89 @@ class ShardAdamW(torch.optim.Optimizer):
 
 
 class Partitions:
-    """Masters and moments of one parameter at a time, whole, in float32, wherever DeepSpeed's ``zero`` keeps them.
+    """Masters and moments of the trained parameters, whole, in float32, wherever DeepSpeed's ``zero`` keeps them.
 
-    DeepSpeed's public interface does the work: fragments of one flat tensor in stages 1 and 2, an equal part of each
-    parameter, padded at the end, in stage 3. All methods are collective.
+    It keeps fragments of flat tensors in stages 1 and 2, an equal part of each parameter, padded at the end, in
+    stage 3. One parameter's tensor is whole at a time; what is on nvme is read once for all its parameters. All methods
+    are collective.
     """
 
     def __init__(self, zero: Any, optimizer: ShardAdamW, *, stage: int) -> None:
         self._zero = zero
+        self._optimizer = optimizer
         self._stage = stage
-        for _ in self._swapped_in():
-            optimizer.make_moments()
         if stage < 3:
+            optimizer.make_moments()
             zero._lazy_init_hp_params_optimizer_state()
-
-    def _swapped_in(self) -> Iterator[int]:
-        """Each sub-group of stage 3, its master among the optimizer's, read from nvme and written back there."""
-        if self._stage < 3:
-            yield 0
-            return
-        zero = self._zero
-        for index, master_N in enumerate(zero.fp32_partitioned_groups_flat):
-            is_swapped = zero._swappable_optimizer_subgroup(index)
-            if is_swapped:
-                zero._optimizer_states_and_gradient_swap_in(index)
-            group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
-            group["params"] = [master_N]
-            yield index
-            group["params"] = []
-            if is_swapped:
-                zero._optimizer_states_and_gradient_swap_out(index)
-
-    def read(self, parameter: Tensor, moment: str | None = None) -> Tensor:
-        """The master, or the moment of that name, of a trained parameter, whole."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        whole: Tensor | None
-        if moment is None:
-            whole = safe_get_full_fp32_param(parameter)
+            self._parameters = [parameter for group in _bit16_groups(zero) for parameter in group]
         else:
-            whole = safe_get_full_optimizer_state(parameter, moment)
-        assert whole is not None, "a frozen parameter has no master in DeepSpeed"
-        return whole
+            for index in self._swapped_in():
+                zero.optimizer.param_groups[0]["params"] = [zero.fp32_partitioned_groups_flat[index]]
+                optimizer.make_moments()
+                zero.optimizer.param_groups[0]["params"] = []
 
-    def write(self, parameter: Tensor, whole: Tensor, moment: str | None = None) -> None:
-        """Set the master, or the moment of that name; the compute weight follows with ``refresh``."""
-        from deepspeed.utils import (
-            safe_set_full_fp32_param,
-            safe_set_full_optimizer_state,
-            safe_set_local_fp32_param,
-            safe_set_local_optimizer_state,
-        )
-
+    def read(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """(parameter, MASTER or the moment's name, that tensor whole), one by one."""
         if self._stage < 3:
-            if moment is None:
-                safe_set_full_fp32_param(parameter, whole)
-            else:
-                safe_set_full_optimizer_state(parameter, whole, moment)
+            for parameter in self._parameters:
+                for key in KEYS:
+                    yield parameter, key, parameter.get_full_hp_param(None if key == MASTER else key)
             return
-        # The setters of whole tensors reach beyond the end where the parameter doesn't divide by the ranks (0.19.8).
-        part_N = self._own_part(parameter, whole)
-        if moment is None:
-            safe_set_local_fp32_param(parameter, part_N)
-        else:
-            safe_set_local_optimizer_state(parameter, part_N, moment)
+        for parameter, key, part_N in self._parts(KEYS):
+            on_device_N = part_N.to(parameter.device)
+            yield parameter, key, self._zero._fp32_state_allgather(parameter, on_device_N)
 
-    def _own_part(self, parameter: Any, whole: Tensor) -> Tensor:
-        size = parameter.partition_numel()
-        part_N = torch.zeros(size, dtype=torch.float32, device=whole.device)
-        start = size * self._zero._get_param_partition_rank(parameter)
-        own_N = whole.reshape(-1)[start : start + size]
-        part_N[: own_N.numel()] = own_N
-        return part_N
-
-    def refresh(self) -> None:
-        """Cast the compute weights from the masters."""
+    def write(self, whole: Callable[[Tensor, str], Tensor], keys: tuple[str, ...]) -> None:
+        """Set ``keys`` of every parameter to ``whole(parameter, key)``, and the compute weights by the masters."""
         zero = self._zero
         if self._stage < 3:
+            for parameter in self._parameters:
+                for key in keys:
+                    parameter.set_full_hp_param(whole(parameter, key), None if key == MASTER else key)
             zero.update_lp_params()
             return
         zero._partition_all_parameters()
-        for index in self._swapped_in():
-            zero._reassign_or_swap_out_partitioned_parameters(index)
+        for parameter, key, part_N in self._parts(keys, are_written=True):
+            # DeepSpeed's setter of whole tensors reaches beyond the end where they don't divide by the ranks (0.19.8).
+            start = part_N.numel() * zero._get_param_partition_rank(parameter)
+            own_N = whole(parameter, key).reshape(-1)[start : start + part_N.numel()]
+            part_N[: own_N.numel()].copy_(own_N)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def _parts(self, keys: tuple[str, ...], *, are_written: bool = False) -> Iterator[tuple[Any, str, Tensor]]:
+        """Stage 3: (parameter, key, this rank's flat part of it)."""
+        zero = self._zero
+        for index in self._swapped_in():
+            master_N = zero.fp32_partitioned_groups_flat[index]
+            for parameter in zero.fp16_groups[index]:
+                _, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+                for key in keys:
+                    flat_N = master_N.detach() if key == MASTER else self._optimizer.state[master_N][key]
+                    yield parameter, key, flat_N.narrow(0, offset, size)
+            if are_written:
+                zero._reassign_or_swap_out_partitioned_parameters(index)
+
+    def _swapped_in(self) -> Iterator[int]:
+        """Each sub-group of stage 3 while it is in memory: what is on nvme is read, and written back afterwards."""
+        zero = self._zero
+        for index in range(len(zero.fp16_groups)):
+            is_swapped = zero._swappable_optimizer_subgroup(index)
+            if is_swapped:
+                zero._optimizer_states_and_gradient_swap_in(index)
+            yield index
+            if is_swapped:
+                zero._optimizer_states_and_gradient_swap_out(index)
+
+    def drop_gradients(self) -> None:
+        """After a step that DeepSpeed gave up: with the optimizer on the host and a shorter compute type, stages 1 and
+        2 would keep the gradient that isn't finite and add the next ones to it (0.19.8)."""
+        if self._stage < 3:
+            gradients = getattr(self._zero, "averaged_gradients", {})
+            for group in gradients:
+                gradients[group] = None
+
+
+def _bit16_groups(zero: Any) -> Any:
+    """Stages 1 and 2: the parameters as DeepSpeed grouped them. With bfloat16 stage 1 has an optimizer of its own."""
+    return zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups

@@ -1,10 +1,8 @@
-"""DeepSpeed's configuration, from a recipe's values alone, and what DeepSpeed can't do exactly. Loads no DeepSpeed."""
+"""DeepSpeed's configuration, from a recipe's values alone, and what it can't do exactly. Loads neither it nor torch."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import torch
 
 from finetune.engine.settings import ZeroSettings
 
@@ -12,6 +10,8 @@ REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients that are reduced together: 200 MB in float32. DeepSpeed's own 500 million would take 2 GB of a device."""
 RATIO_GROUP_ELEMENTS = 10_000_000
 """DeepSpeed deals the optimizer's state out to device and host by whole groups of about so many elements of a rank."""
+PERSISTENT_ELEMENTS = 10_000
+"""Below this a parameter stays whole on every rank in stage 3: norms and biases, not worth a gather each."""
 LOSS_SCALE_POWER = 16
 LOSS_SCALE_WINDOW = 2000
 
@@ -19,17 +19,19 @@ LOSS_SCALE_WINDOW = 2000
 def deepspeed_config(
     zero: ZeroSettings,
     *,
-    compute_dtype: torch.dtype,
+    precision: str,
     gradient_accumulation_steps: int,
     world_size: int,
     device: str,
+    largest_parameter: int,
 ) -> dict[str, Any]:
     """The dictionary that ``deepspeed.initialize`` takes. What the optimizer does is no part of it: see ``ShardAdamW``.
 
-    Gradients are reduced and added up in float32 whatever the compute dtype. Clipping is left to the optimizer:
-    DeepSpeed's divides by the norm plus 1e-6, and its stage 3 isn't given ``gradient_clipping`` at all (0.19.8).
-    ``overlap_comm`` is off: the reductions that it starts early were the source of wrong gradients more than once
-    (DeepSpeed's issues 966, 7967), and a race is nothing that a test here would find.
+    ``precision``: fp32, bf16 or fp16; ``largest_parameter``: its elements. Gradients are reduced and added up in float32
+    in every precision. Clipping is left to the optimizer: DeepSpeed's divides by the norm plus 1e-6, and its stage 3
+    isn't given ``gradient_clipping`` at all (0.19.8). ``overlap_comm`` is off: the reductions that it starts early were
+    the source of wrong gradients more than once (DeepSpeed's issues 966, 7967), and a race is nothing that a test here
+    would find.
     """
     offload = zero.offload
     pin_memory = device != "cpu"
@@ -43,6 +45,8 @@ def deepspeed_config(
         # It would replace torch.nn.functional.linear for the whole process; the engine replaces the module's own.
         "memory_efficient_linear": False,
     }
+    if zero.stage == 3:
+        zero_optimization["stage3_param_persistence_threshold"] = PERSISTENT_ELEMENTS
     if offload.optimizer != "none":
         zero_optimization["offload_optimizer"] = {"device": offload.optimizer, "pin_memory": pin_memory}
     if offload.optimizer == "nvme":
@@ -53,7 +57,12 @@ def deepspeed_config(
     if offload.parameters != "none":
         zero_optimization["offload_param"] = {"device": offload.parameters, "pin_memory": pin_memory}
     if offload.parameters == "nvme":
-        zero_optimization["offload_param"]["nvme_path"] = offload.nvme_path
+        # DeepSpeed would keep a billion parameters in memory all the same, and lock five buffers of 100 million.
+        zero_optimization["offload_param"] |= {
+            "nvme_path": offload.nvme_path,
+            "max_in_cpu": 0,
+            "buffer_size": -(-largest_parameter // world_size),
+        }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -64,9 +73,9 @@ def deepspeed_config(
         "gradient_clipping": 0.0,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": compute_dtype == torch.bfloat16, "check_grad_overflow": True},
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
         "fp16": {
-            "enabled": compute_dtype == torch.float16,
+            "enabled": precision == "fp16",
             "loss_scale": 0,
             "initial_scale_power": LOSS_SCALE_POWER,
             "loss_scale_window": LOSS_SCALE_WINDOW,
@@ -78,11 +87,14 @@ def deepspeed_config(
     }
 
 
-def refusal(zero: ZeroSettings, *, compute_dtype: torch.dtype, device: str) -> str | None:
-    """Why DeepSpeed can't do exactly what is asked; None where it can. Accumulation makes no difference (0.19.8)."""
+def refusal(zero: ZeroSettings, *, precision: str, gradient_accumulation_steps: int = 1) -> str | None:
+    """Why DeepSpeed (0.19.8) can't do exactly what is asked; None where it can. ``precision``: fp32, bf16 or fp16.
+
+    Accumulation makes no difference: what earlier versions lost with offload and several micro-batches (issues 966,
+    7967) is right with float32 accumulation and without ``overlap_comm``; tests/test_engine_deepspeed.py.
+    """
     if zero.stage == 0 and zero.offload.optimizer != "none":
         return "at stage 0 it ignores `offload.optimizer`; it offloads from stage 1 on"
-    if zero.stage == 0 and compute_dtype != torch.float32:
-        name = str(compute_dtype).removeprefix("torch.")
-        return f"at stage 0 it adds up and reduces gradients in {name}, not in float32"
+    if zero.stage == 0 and precision != "fp32":
+        return f"at stage 0 it adds up and reduces gradients in {precision}, not in float32"
     return None
