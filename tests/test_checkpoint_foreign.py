@@ -92,8 +92,10 @@ def test_the_configuration_above_the_checkpoint_serves(
         consolidate(checkpoint, out=tmp_path / "out")
     assert "--model" in str(caught.value.fix)
     shutil.copy(model / "config.json", tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
     consolidate(checkpoint, out=tmp_path / "out", dtype="float32")
     assert equal(tmp_path / "out", weights)
+    assert not (tmp_path / "out/trainer_state.json").exists()
     with pytest.raises(CheckpointError, match="it isn't one") as caught:
         consolidate(tmp_path, out=tmp_path / "other")
     assert "pytorch_model_fsdp_0" in str(caught.value.fix)

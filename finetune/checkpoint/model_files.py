@@ -10,8 +10,12 @@ from finetune.errors import CheckpointError
 MODEL_FILES = "model_files"
 
 _SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-_NOT_OF_THE_MODEL = {"manifest.json", "verification.json", "quantization_report.json"}
-"""What our own stages leave in a model folder about that folder's weights; it isn't true of the new ones."""
+_NOT_OF_THE_MODEL = {
+    *("manifest.json", "verification.json", "quantization_report.json"),
+    *("trainer_state.json", "zero_to_fp32.py"),
+}
+"""What our own stages leave in a model folder about that folder's weights, and transformers' Trainer and DeepSpeed in a
+checkpoint's: it isn't true of the new weights."""
 _FOLDERS = {"additional_chat_templates"}
 
 
