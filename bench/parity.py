@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -80,6 +81,8 @@ def make_model(folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # As it saves, transformers imports a DeepSpeed that is installed, which would warn that it found no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL), dtype=torch.float32)
     model.save_pretrained(folder)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from finetune import errors
 from finetune.artifact import check_files, read_manifest
 from finetune.engine.choice import choose_engine, require_installed
+from finetune.engine.settings import world_size
 from finetune.errors import CheckpointError, FinetuneError, RecipeError, ResourceError
 from finetune.files import write_json, write_text
 from finetune.fingerprint import Fingerprints, changes
@@ -144,7 +145,7 @@ def require_engine(loaded: LoadedRecipe) -> None:
     """Raise MissingDependencyError before anything runs when a training needs an engine that isn't installed."""
     launch = loaded.recipe.launch
     if any(stage.implementation.run_rank is not None for stage in loaded.stages):
-        name, _ = choose_engine(loaded.recipe.zero, world_size=launch.num_processes or 1, device=launch.device or "cpu")
+        name, _ = choose_engine(loaded.recipe.zero, world_size=world_size(launch), device=launch.device or "cpu")
         require_installed(name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,9 @@ def create_model(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    if not torch.cuda.is_available():
+        # As it saves, transformers imports a DeepSpeed that is installed, which would warn that it found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with published_folder(out) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
