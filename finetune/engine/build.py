@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from finetune.engine.choice import choose_engine, require_installed
 from finetune.engine.fsdp2 import Fsdp2Engine
+from finetune.engine.host_memory import give_back_large_memory
 from finetune.engine.protocol import AdamWSettings, Engine
 from finetune.engine.replicated import ReplicatedEngine
 from finetune.engine.settings import ZeroSettings
@@ -60,6 +61,8 @@ def build_engine(
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
         return engine, reason
+    if device == "cpu":
+        give_back_large_memory()
     engine = Fsdp2Engine(
         module,
         folder,

@@ -40,6 +40,11 @@ class Sharding:
         return self.zero.offload.optimizer == "cpu" and self.zero.offload.parameters == "none"
 
     @property
+    def summed_at(self) -> frozenset[Moment]:
+        """When gradients are held that micro-batches are added to: from the first one's backward on, to the step."""
+        return ALWAYS if self.accumulates else GRADIENTS
+
+    @property
     def gloo(self) -> int:
         """Copies of a whole that a collective works in."""
         return 1 if self.near == "host" else 0
@@ -63,7 +68,7 @@ def _replicated(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
     if sharding.offloads_optimizer:
         yield MemoryItem("staging", staged * n, "host", ALWAYS, "gradients on their way in, weights on their way out")
     if not alone:
-        yield MemoryItem("gradients", 4 * n, near, GRADIENTS, "added up over ranks in float32")
+        yield MemoryItem("gradients", 4 * n, near, sharding.summed_at, "added up over ranks in float32")
         bucket = 4 * max(BUCKET_ELEMENTS, size.largest_parameter)
         yield MemoryItem("all-reduce", sharding.gloo * bucket, near, AT_END, "of the largest bucket")
     elif sharding.offloads_optimizer:
@@ -72,7 +77,7 @@ def _replicated(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
     else:
         kept = 4 if sharding.accumulates else c
         why = "added up in float32" if kept == 4 else "of one micro-batch: nothing to add"
-        yield MemoryItem("gradients", kept * n, near, GRADIENTS, f"{kept} bytes each, {why}")
+        yield MemoryItem("gradients", kept * n, near, sharding.summed_at, f"{kept} bytes each, {why}")
     yield MemoryItem("gradient in flight", 2 * c * size.largest_parameter, near, AT_END, "of the largest parameter")
     read = c if (alone and not sharding.accumulates) else 4
     yield from _step(size.largest_parameter, home, is_float32=read == 4)
@@ -92,18 +97,22 @@ def _fsdp2(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
         if sharding.accumulates and zero.stage > 1:
             yield MemoryItem("gradients", 4 * shard, "host", ALWAYS, f"{share}added up in float32")
     else:
-        yield MemoryItem("gradients", 4 * shard, home, GRADIENTS, f"{share}float32")
+        # Stage 1 has none of them before the last micro-batch.
+        held = GRADIENTS if zero.stage == 1 else sharding.summed_at
+        yield MemoryItem("gradients", 4 * shard, home, held, f"{share}float32")
     block, outside = size.largest_block, size.outside
     yield MemoryItem("gathered", c * outside, near, COMPUTE, "what is outside the blocks: embedding, head, last norm")
     if zero.stage == 3:
         # This block whole, the next one as it arrives (flat, and unpacked).
         yield MemoryItem("gathered blocks", c * block * (3 + gloo), near, AT_START, "this one, and the next arriving")
     else:
-        blocks = size.total - outside
-        # As the last micro-batch's backward ends they are freed already.
-        yield MemoryItem("gathered blocks", c * blocks, near, BACKWARD - AT_END | {"loss"}, "all, until the backward")
+        # The last micro-batch's backward frees them one by one; those before it keep them.
+        held = COMPUTE if sharding.accumulates else BACKWARD - AT_END | {"loss"}
+        yield MemoryItem(
+            "gathered blocks", c * (size.total - outside), near, held, "all, until the step's last backward"
+        )
     whole = 4 * size.total if zero.stage == 1 and sharding.accumulates else 0
-    yield MemoryItem("accumulation", whole, near, BACKWARD, "stage 1 adds whole gradients, in float32")
+    yield MemoryItem("accumulation", whole, near, COMPUTE, "stage 1 adds whole gradients, in float32")
     # A whole gradient is packed in float32, reduced (gloo: through a copy), and leaves this rank's part.
     yield MemoryItem("reduced block", (4 + 4 * gloo) * block, near, AT_START, "a block's whole gradient, in float32")
     yield MemoryItem(

