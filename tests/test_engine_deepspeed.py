@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +88,19 @@ def test_a_process_alone_needs_no_launcher(model, one_process, tmp_path):
     assert done.stdout == ""
     for name, values in json.loads((tmp_path / "out.json").read_text()).items():
         assert values == pytest.approx(one_process["fp32"][name], rel=2e-6), name
+
+
+def test_nvme_gives_what_the_host_gives(tmp_path):
+    if not list(Path(os.path.expanduser("~/.cache/torch_extensions")).glob("*/async_io/async_io.so")):
+        pytest.skip("DeepSpeed's async_io isn't compiled here; that takes minutes")
+    # DeepSpeed leaves what is smaller than 1 MiB in memory.
+    model = tiny_llama(tmp_path / "model", hidden_size=256, intermediate_size=512, num_layers=3)
+    arguments = ["-m", "tests.deepspeed_engine", "nvme", str(model), str(model), str(tmp_path / "out.json")]
+    run_ranks(arguments, num_processes=2, device="cpu", log_dir=tmp_path / "logs")
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert list(tmp_path.glob("zero_stage_3/optimizer/rank1/exp_avg*"))
+    assert results["runs"][0] == results["runs"][1]
+    assert results["went on"][0] == results["went on"][1]
 
 
 @pytest.mark.parametrize(("dtype", "stage", "offload"), ROUND_TRIPS)

@@ -28,7 +28,7 @@ from finetune.engine.parameters import move_buffers, persistent_buffers
 from finetune.engine.protocol import AdamWSettings, MicroBatch, StepResult
 from finetune.engine.settings import ZeroSettings
 from finetune.engine.weights import load_tensors, tensor_files
-from finetune.errors import RecipeError
+from finetune.errors import MissingDependencyError, RecipeError
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -75,23 +75,28 @@ class DeepSpeedEngine:
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 world_size=self._world_size,
                 device=device.type,
-                largest_parameter=max(parameter.numel() for parameter in module.parameters()),
             )
             deepspeed.init_distributed(dist_init_required=False, verbose=False)
+            if zero.offload.optimizer == "nvme":
+                _load_async_io()
             self._materialise(deepspeed, folder, config, compute_dtype)
             self._names: dict[Tensor, str] = {
                 parameter: name.removeprefix("model.") for name, parameter in module.named_parameters()
             }
             self._optimizer = ShardAdamW(_groups(module, adamw), settings=adamw, grad_norm=self._grad_norm)
-            self._engine: Any = deepspeed.initialize(
-                model=module, optimizer=self._optimizer, config=config, dist_init_required=False
-            )[0]
+            with _accepted_for_ratio():
+                self._engine: Any = deepspeed.initialize(
+                    model=module, optimizer=self._optimizer, config=config, dist_init_required=False
+                )[0]
         self._partitions: Partitions | None = None
         self._frozen: dict[str, Tensor] = {}
         if self._engine.optimizer is self._optimizer:
             self._optimizer.make_moments()
         else:
             self._zero: Any = self._engine.optimizer
+            if hasattr(self._zero, "backup_optimizer"):
+                # Of `offload.ratio`: what stays on the device is stepped by the same optimizer.
+                self._zero.backup_optimizer = self._optimizer
             self._partitions = Partitions(self._zero, self._optimizer, stage=zero.stage)
             self._load_masters(folder, is_cast=compute_dtype != torch.float32)
         self._is_scaled = compute_dtype == torch.float16
@@ -107,16 +112,12 @@ class DeepSpeedEngine:
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
                     owners.setdefault(parameter, []).append((owner, name))
-        swapper = None
         for name, meta in list(self.module.named_parameters()):
             value = torch.empty(meta.shape, dtype=compute_dtype, device=self.device)
             load_tensors(folder, {name.removeprefix("model."): value})
             parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
             if self._stage == 3:
-                init = deepspeed.zero.Init(
-                    module=nn.ParameterList([parameter]), config_dict_or_path=config, param_swapper=swapper
-                )
-                swapper = init.param_swapper
+                deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
             for owner, key in owners[meta]:
                 owner._parameters[key] = parameter
         stored = tensor_files(folder)
@@ -268,6 +269,41 @@ def _imported(device: str) -> Iterator[Any]:
             # A reduction through shared memory, for inference: it would be compiled for half a minute.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         yield deepspeed
+
+
+@contextlib.contextmanager
+def _accepted_for_ratio() -> Iterator[None]:
+    """Let our optimizer pass where ``offload.ratio`` asks for the very type DeepSpeedCPUAdam.
+
+    DeepSpeed asks for it because it steps the device's part by torch's AdamW, with the first group's settings.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    asked = stage3.DeepSpeedCPUAdam
+    stage3.DeepSpeedCPUAdam = ShardAdamW
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedCPUAdam = asked
+
+
+def _load_async_io() -> None:
+    """Compile, or find compiled, what DeepSpeed reads and writes nvme with. The first rank of each machine goes first:
+    ranks that wait for an interrupted compilation's lock would wait forever, here they time out."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    if builder is None or not builder.is_compatible():
+        raise MissingDependencyError(
+            "DeepSpeed's async_io, which offloads to nvme, needs libaio and its headers",
+            where="zero.offload",
+            fix="apt-get install libaio-dev, or dnf install libaio-devel",
+        )
+    is_first = os.environ["LOCAL_RANK"] == "0"
+    for is_turn in (is_first, not is_first):
+        if is_turn:
+            builder.load(verbose=False)
+        dist.barrier()
 
 
 def _groups(module: nn.Module, settings: AdamWSettings) -> list[dict[str, Any]]:

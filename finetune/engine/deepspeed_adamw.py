@@ -29,7 +29,9 @@ class ShardAdamW(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict[str, Any]], *, settings: AdamWSettings, grad_norm: Callable[[], float]
     ) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        # DeepSpeed's code for `offload.ratio` reads all five.
+        defaults = {"betas": settings.betas, "eps": settings.epsilon, "amsgrad": False}
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, **defaults})
         self.settings = settings
         self.step_count = torch.zeros((), dtype=torch.float32)
         self.max_norm = 1.0

@@ -23,15 +23,13 @@ def deepspeed_config(
     gradient_accumulation_steps: int,
     world_size: int,
     device: str,
-    largest_parameter: int,
 ) -> dict[str, Any]:
     """The dictionary that ``deepspeed.initialize`` takes. What the optimizer does is no part of it: see ``ShardAdamW``.
 
-    ``precision``: fp32, bf16 or fp16; ``largest_parameter``: its elements. Gradients are reduced and added up in float32
-    in every precision. Clipping is left to the optimizer: DeepSpeed's divides by the norm plus 1e-6, and its stage 3
-    isn't given ``gradient_clipping`` at all (0.19.8). ``overlap_comm`` is off: the reductions that it starts early were
-    the source of wrong gradients more than once (DeepSpeed's issues 966, 7967), and a race is nothing that a test here
-    would find.
+    ``precision``: fp32, bf16 or fp16; in each gradients are reduced and added up in float32. Clipping is left to
+    the optimizer: DeepSpeed's divides by the norm plus 1e-6, and its stage 3 isn't given ``gradient_clipping`` at all
+    (0.19.8). ``overlap_comm`` is off: the reductions that it starts early were the source of wrong gradients more than
+    once (DeepSpeed's issues 966, 7967), and a race is nothing that a test here would find.
     """
     offload = zero.offload
     pin_memory = device != "cpu"
@@ -56,13 +54,6 @@ def deepspeed_config(
         zero_optimization["sub_group_size"] = RATIO_GROUP_ELEMENTS
     if offload.parameters != "none":
         zero_optimization["offload_param"] = {"device": offload.parameters, "pin_memory": pin_memory}
-    if offload.parameters == "nvme":
-        # DeepSpeed would keep a billion parameters in memory all the same, and lock five buffers of 100 million.
-        zero_optimization["offload_param"] |= {
-            "nvme_path": offload.nvme_path,
-            "max_in_cpu": 0,
-            "buffer_size": -(-largest_parameter // world_size),
-        }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -95,6 +86,8 @@ def refusal(zero: ZeroSettings, *, precision: str, gradient_accumulation_steps: 
     """
     if zero.stage == 0 and zero.offload.optimizer != "none":
         return "at stage 0 it ignores `offload.optimizer`; it offloads from stage 1 on"
+    if zero.offload.parameters == "nvme":
+        return "its swapping of parameters to nvme runs out of its own buffers (`Not enough buffers 0 for swapping 1`)"
     if zero.stage == 0 and precision != "fp32":
         return f"at stage 0 it adds up and reduces gradients in {precision}, not in float32"
     return None
