@@ -152,6 +152,7 @@ class PlannedTokenizer:
 
 def training_need(loaded: LoadedRecipe, stage: Stage, config: Any, machines: Machines) -> dict[str, Any]:
     """The predicted memory and disk of a training stage, and what would make it fit."""
+    from finetune.engine.deepspeed_config import refusal
     from finetune.engine.memory import MOMENTS, Workload, model_size, predict_disk, predict_memory
     from finetune.engine.memory_advice import Advice, Limits, advise
     from finetune.train.loss import BLOCK_ELEMENTS
@@ -181,6 +182,8 @@ def training_need(loaded: LoadedRecipe, stage: Stage, config: Any, machines: Mac
     notes = []
     if memory.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         notes.append(f"DeepSpeed isn't installed here: {INSTALL_DEEPSPEED}")
+    if memory.engine == "deepspeed" and (why := refusal(recipe.zero, precision=settings.mixed_precision)):
+        notes.append(f"DeepSpeed can't do this exactly, so a run refuses it: {why}")
 
     def change(found: Any) -> dict[str, Any]:
         return {

@@ -29,7 +29,7 @@ CUDA_CONTEXT_BYTES = 600 << 20
 """Device memory of a CUDA context with its kernels and libraries' workspaces. An allowance, not measured here."""
 HEAP_SLACK = 0.45
 """Room that what was freed leaves unused in the host's heap, as a part of what a step allocates and frees at its
-largest moment: 0.3 to 0.6 by bench/memory.py on models of 27M and 70M parameters."""
+largest moment: 0.3 to 0.8 by bench/memory.py on models of 27M and 70M parameters."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
