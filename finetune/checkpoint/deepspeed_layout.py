@@ -34,7 +34,7 @@ INERT = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""All that DeepSpeed 0.10 to 0.19 name in these files."""
+"""All that DeepSpeed 0.19.8 name in these files."""
 
 _RANK = re.compile(r"(?:[a-z]+\d*_)?zero_pp_rank_(\d+)_mp_rank_00_(optim|model)_states\.pt")
 _MODEL_STATES = "mp_rank_00_model_states.pt"
