@@ -173,7 +173,7 @@ def bad_steps(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
         unchanged = same(before, whole_state(engine))
         after = run(engine, range(1, 2), accumulation=2, rank=rank, world_size=world_size)
         results[f"{stage} {offload}"] = {"finite": result.is_finite, "unchanged": unchanged, "after": after}
-    for stage, offload in ((1, "none"), (2, "optimizer"), (3, "both")):
+    for stage, offload in ((2, "optimizer"), (3, "both")):
         engine = make(folder, deepspeed(stage, offload), dtype="fp16", accumulation=2)
         engine.state()["optimizer.loss_scale"].fill_(2.0**40)
         engine.state_loaded()

@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(two_ranks, model, case):
     assert found["after"]["held_out"] == pytest.approx(expected["held_out"], rel=2e-6)
 
 
-@pytest.mark.parametrize("case", ["fp16 1 none", "fp16 2 optimizer", "fp16 3 both"])
+@pytest.mark.parametrize("case", ["fp16 2 optimizer", "fp16 3 both"])
 def test_float16_overflow_skips_the_step_and_halves_the_scale(two_ranks, one_process, case):
     found = two_ranks[0]["bad steps"][case]
     assert found["skipped"]
