@@ -111,13 +111,16 @@ def _fsdp2(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
         yield MemoryItem(
             "gathered blocks", c * (size.total - outside), near, held, "all, until the step's last backward"
         )
-    whole = 4 * size.total if zero.stage == 1 and sharding.accumulates else 0
-    yield MemoryItem("accumulation", whole, near, COMPUTE, "stage 1 adds whole gradients, in float32")
-    # A whole gradient is packed in float32, reduced (gloo: through a copy), and leaves this rank's part.
-    yield MemoryItem("reduced block", (4 + 4 * gloo) * block, near, AT_START, "a block's whole gradient, in float32")
-    yield MemoryItem(
-        "reduced outside", (4 + 4 * gloo) * outside, near, AT_END, "the whole gradient of what is outside the blocks"
-    )
+    if zero.stage == 1 and sharding.accumulates:
+        yield MemoryItem("accumulation", 4 * size.total, near, COMPUTE, "stage 1 adds whole gradients, in float32")
+    # A whole gradient is packed in float32, reduced (gloo: through a copy), and leaves this rank's part: in float32,
+    # and on its way to the host in the compute type besides.
+    whole = 4 + 4 * gloo
+    part = -(-(4 + c) // ranks) if sharding.offloads_optimizer else 0
+    note = "a block's whole gradient, in float32"
+    yield MemoryItem("reduced block", (whole + part) * block, near, AT_START, note)
+    note = "the whole gradient of what is outside the blocks"
+    yield MemoryItem("reduced outside", (whole + part) * outside, near, AT_END, note)
     yield MemoryItem("gradient in flight", c * size.largest_parameter, near, AT_END, "of the largest parameter")
     largest = -(-size.largest_parameter // ranks)
     yield from _step(largest, home, is_float32=not sharding.offloads_optimizer or sharding.accumulates)
