@@ -17,6 +17,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,17 @@ def measure_rank(job: dict[str, Any], rank: int) -> None:
             folder=folder,
         )
 
+    if job.get("plain_heap"):
+        from finetune.engine import build
+
+        build.give_back_large_memory = lambda: None
     work = Path(job["work"])
     run(Path(job["tiny"]), work / "tiny-run", job["data"])
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # The peak so far is forgotten: proc(5).
+    started = time.process_time()
     run(Path(job["model"]), work / "run", job["data"])
-    figures = {"before": before, "peak": status_bytes("VmHWM")}
+    figures = {"before": before, "peak": status_bytes("VmHWM"), "cpu_seconds": time.process_time() - started}
     (work / f"rank-{rank}.json").write_text(json.dumps(figures))
 
 
@@ -113,7 +119,7 @@ def status_bytes(name: str) -> int:
     raise AssertionError(name)
 
 
-def measure(job: dict[str, Any]) -> list[dict[str, int]]:
+def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Launch the ranks of one combination; their figures in order."""
     from finetune.engine.launch import run_ranks
 
@@ -166,6 +172,7 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
                             "micro_batch_size": args.micro_batch_size,
                             "max_seq_length": args.max_seq_length,
                             "steps": args.steps,
+                            "plain_heap": args.plain_heap,
                         }
                     )
     return found
@@ -188,6 +195,7 @@ def main() -> None:
     parser.add_argument("--max-seq-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--model", type=json.loads, default={}, help="sizes that differ from the 70M model's, as JSON")
+    parser.add_argument("--plain-heap", action="store_true", help="leave glibc's heap as it is where ranks shard")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -202,16 +210,20 @@ def main() -> None:
             "tiny": str(make_model(folder / "tiny", TINY)),
             "data": str(make_rows(folder / "rows.jsonl", num_rows=400)),
         }
-        print("| ranks | stage | offload | accumulation | measured MiB | predicted MiB | predicted / measured |")
-        print("|---|---|---|---|---|---|---|", flush=True)
+        print(
+            "| ranks | stage | offload | accumulation | measured MiB | predicted MiB | predicted / measured | CPU s |"
+        )
+        print("|---|---|---|---|---|---|---|---|", flush=True)
         for job in jobs(args):
-            grown = [figures["peak"] - figures["before"] for figures in measure({**job, **common})]
+            ranks = measure({**job, **common})
+            grown = [figures["peak"] - figures["before"] for figures in ranks]
+            seconds = max(figures["cpu_seconds"] for figures in ranks)
             found = predict({**job, **common})
             row = {**job, "measured": grown, "predicted": found.growth_bytes, "ratio": found.growth_bytes / max(grown)}
             rows.append(row)
             print(
                 f"| {job['ranks']} | {job['stage']} | {job['offload']} | {job['accumulation']} | "
-                f"{max(grown) / 2**20:,.0f} | {row['predicted'] / 2**20:,.0f} | {row['ratio']:.3f} |",
+                f"{max(grown) / 2**20:,.0f} | {row['predicted'] / 2**20:,.0f} | {row['ratio']:.3f} | {seconds:.1f} |",
                 flush=True,
             )
     ratios = [row["ratio"] for row in rows]
