@@ -16,6 +16,7 @@ from typing import Any, Literal
 from finetune import errors
 from finetune.artifact import check_files, read_manifest
 from finetune.engine.choice import choose_engine, require_installed
+from finetune.engine.deepspeed_config import refusal
 from finetune.engine.settings import world_size
 from finetune.errors import CheckpointError, FinetuneError, RecipeError, ResourceError
 from finetune.files import write_json, write_text
@@ -23,6 +24,8 @@ from finetune.fingerprint import Fingerprints, changes
 from finetune.processes import run_lock
 from finetune.recipe import LoadedRecipe, Stage, check_files_exist
 from finetune.worker import ERROR_VARIABLE, STARTED_NAME, begin_stage
+
+OTHER_ZERO = "set zero.engine: auto, or another zero.stage, zero.offload or mixed_precision"
 
 State = Literal["done", "new", "unfinished", "changed", "damaged"]
 
@@ -142,11 +145,22 @@ def run_recipe(
 
 
 def require_engine(loaded: LoadedRecipe) -> None:
-    """Raise MissingDependencyError before anything runs when a training needs an engine that isn't installed."""
-    launch = loaded.recipe.launch
-    if any(stage.implementation.run_rank is not None for stage in loaded.stages):
-        name, _ = choose_engine(loaded.recipe.zero, world_size=world_size(launch), device=launch.device or "cpu")
+    """Raise before anything runs when a training needs an engine that isn't installed (MissingDependencyError) or that
+    can't do exactly what is asked (RecipeError)."""
+    recipe = loaded.recipe
+    device = recipe.launch.device or "cpu"
+    for stage in loaded.stages:
+        if stage.implementation.run_rank is None:
+            continue
+        name, _ = choose_engine(recipe.zero, world_size=world_size(recipe.launch), device=device)
         require_installed(name)
+        settings: Any = stage.settings
+        if name == "deepspeed" and (why := refusal(recipe.zero, precision=settings.mixed_precision)):
+            raise RecipeError(
+                f"no engine does this exactly; of DeepSpeed: {why}",
+                where=f"zero (stage `{stage.name}`)",
+                fix=OTHER_ZERO,
+            )
 
 
 def _refuse_changed_unfinished(loaded: LoadedRecipe, todo: list[PlannedStage]) -> None:

@@ -23,6 +23,7 @@ from finetune.engine.settings import ZeroSettings
 from finetune.model.load import meta_model
 from finetune.train.loss import CausalLMLoss
 from finetune.train.settings import TrainSettings
+from tests.buffered import register_buffered
 
 VOCABULARY = 300
 # Two threads that wait for each other on a busy machine make these tiny steps ten times slower.
@@ -136,9 +137,43 @@ def _engines(model: Path, out: Path, rank: int, world_size: int) -> None:
                 results[key] = run_steps(engine, accumulation=accumulation, rank=rank, world_size=world_size)
                 results[key]["rows"] = [float(sum(value.to_local().numel() for value in _sharded(engine)))]
                 states[key] = whole_state(engine)
+    states |= _odd_models(out.parent, rank, world_size)
     if rank == 0:
         torch.save(states, out.with_suffix(".pt"))
         out.write_text(json.dumps(results))
+
+
+ODD = {"replicated": {"stage": 0}, "sharded": {"stage": 3}, "host": {"stage": 2, "offload": {"optimizer": "cpu"}}}
+FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
+
+
+def _odd_models(place: Path, rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
+    """Three steps of a model with tied weights, frozen parameters and buffers of several types, and its checkpoint."""
+    from finetune.checkpoint.commit import save_checkpoint
+
+    states = {}
+    register_buffered()
+    for name, zero in ODD.items():
+        model = meta_model(place / "odd")
+        for parameter, value in model.named_parameters():
+            value.requires_grad_(parameter not in FROZEN)
+        engine, _ = build_engine(
+            CausalLMLoss(model),
+            model,
+            place / "odd",
+            zero=ZeroSettings.model_validate(zero),
+            device="cpu",
+            compute_dtype=torch.bfloat16,
+            adamw=AdamWSettings(),
+        )
+        for step in range(3):
+            row = random_row(step * world_size + rank, num_targets=9)
+            row = {key: value.clamp(max=96) for key, value in row.items()}
+            engine.forward_backward([row], denominator=9.0 * world_size)
+            assert engine.clip_and_step(max_norm=1.0, learning_rate=1e-2).is_finite
+        save_checkpoint(place / f"odd-{name}", step=3, state=engine.state(), extra={}, model_files=place / "odd")
+        states[f"odd {name}"] = whole_state(engine)
+    return states
 
 
 def training_task(

@@ -7,7 +7,7 @@ import importlib.util
 from finetune.engine.settings import ZeroSettings, needs_deepspeed
 from finetune.errors import MissingDependencyError
 
-INSTALL_DEEPSPEED = "pip install torch wheel ninja && pip install deepspeed --no-build-isolation"
+INSTALL_DEEPSPEED = "pip install torch wheel ninja && pip install 'deepspeed>=0.19,<0.20' --no-build-isolation"
 
 
 def choose_engine(zero: ZeroSettings, *, world_size: int, device: str) -> tuple[str, str]:

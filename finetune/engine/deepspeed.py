@@ -24,10 +24,10 @@ from finetune.engine.adamw import squared_norm
 from finetune.engine.choice import require_installed
 from finetune.engine.deepspeed_adamw import KEYS, MASTER, Partitions, ShardAdamW
 from finetune.engine.deepspeed_config import LOSS_SCALE_WINDOW, deepspeed_config, refusal
-from finetune.engine.parameters import move_buffers, persistent_buffers
+from finetune.engine.parameters import load_buffers, move_buffers, persistent_buffers
 from finetune.engine.protocol import AdamWSettings, MicroBatch, StepResult
 from finetune.engine.settings import ZeroSettings
-from finetune.engine.weights import load_tensors, tensor_files
+from finetune.engine.weights import load_tensors
 from finetune.errors import MissingDependencyError, RecipeError
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -120,9 +120,7 @@ class DeepSpeedEngine:
                 deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
             for owner, key in owners[meta]:
                 owner._parameters[key] = parameter
-        stored = tensor_files(folder)
-        buffers = {name.removeprefix("buffer."): value for name, value in persistent_buffers(self.module).items()}
-        load_tensors(folder, {name: value for name, value in buffers.items() if name in stored})
+        load_buffers(self.module, folder)
         if self._stage == 3:
             _keep_no_weights(self.module)
             for child in self.module.children():
@@ -150,10 +148,13 @@ class DeepSpeedEngine:
     def forward_backward(self, micro_batches: Sequence[MicroBatch], *, denominator: float) -> None:
         self._last_state = None
         self._engine.train()
+        # The loss forms its gradients in the forward: in float16 they must be scaled there, or the small ones vanish.
+        factor = float(self._zero.loss_scale) if self._is_scaled else 1.0
         for number, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
-            loss = self._engine(**self._to_device(micro_batch), denominator=denominator)
-            # DeepSpeed divides by the number of ranks as it reduces. Micro-batches it would average here.
+            loss = self._engine(**self._to_device(micro_batch), denominator=denominator / factor) / factor
+            # DeepSpeed multiplies by the scale, which takes the second `factor` away, and divides by the number of
+            # ranks as it reduces. Micro-batches it would average here.
             self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
             self._loss += loss.detach()
 

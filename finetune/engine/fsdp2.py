@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from finetune.engine.adamw import AdamW, squared_norm, step_result
 from finetune.engine.host import HostAdamW
 from finetune.engine.loss_scale import LossScale
-from finetune.engine.parameters import persistent_buffers, replace_parameters
+from finetune.engine.parameters import load_buffers, persistent_buffers, replace_parameters
 from finetune.engine.protocol import AdamWSettings, MicroBatch, StepResult
 from finetune.engine.weights import load_tensors
 
@@ -75,6 +75,7 @@ class Fsdp2Engine:
         }
         with torch.no_grad():
             load_tensors(folder, {name.removeprefix("model."): master for name, master in self.masters.items()})
+            load_buffers(module, folder)
         masters = [cast(DTensor, self.masters[name]).to_local() for name in self._trained]
         is_matrix = [parameter.ndim >= 2 for parameter in self._parameters]
         self._host: HostAdamW | None = None

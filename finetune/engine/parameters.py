@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from finetune.engine.weights import load_tensors, tensor_files
 
 
 def replace_parameters(module: nn.Module, replacement: Callable[[str, nn.Parameter], Tensor]) -> None:
@@ -38,3 +41,10 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in module.state_dict().items()
         if name not in parameters
     }
+
+
+def load_buffers(module: nn.Module, folder: Path) -> None:
+    """Fill the persistent buffers that the model folder's files hold; the others keep what the configuration says."""
+    stored = tensor_files(folder)
+    buffers = {name.removeprefix("buffer."): buffer for name, buffer in persistent_buffers(module).items()}
+    load_tensors(folder, {name: buffer for name, buffer in buffers.items() if name in stored})

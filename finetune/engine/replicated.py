@@ -13,7 +13,7 @@ from finetune.engine.adamw import AdamW, squared_norm, step_result
 from finetune.engine.buckets import GradientBuckets
 from finetune.engine.host import HostAdamW
 from finetune.engine.loss_scale import LossScale
-from finetune.engine.parameters import move_buffers, persistent_buffers, replace_parameters
+from finetune.engine.parameters import load_buffers, move_buffers, persistent_buffers, replace_parameters
 from finetune.engine.protocol import AdamWSettings, MicroBatch, StepResult
 from finetune.engine.weights import load_tensors
 
@@ -53,6 +53,7 @@ class ReplicatedEngine:
         # In float32 the master itself is computed with, unless it stays on the host.
         replace_parameters(module, lambda name, _: self.masters[name].to(device, compute_dtype, copy=offload_optimizer))
         move_buffers(module, device)
+        load_buffers(module, folder)
         named = dict(module.named_parameters())
         self._trained = [name for name, parameter in named.items() if parameter.requires_grad]
         self._parameters = [named[name] for name in self._trained]
