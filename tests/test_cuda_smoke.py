@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[1] / "bench/cuda_smoke.py"
 
 
+@pytest.mark.slow
 def test_the_smoke_test_passes_on_the_cpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(BENCH), "--device", "cpu", "--steps", "3", "--out", str(tmp_path / "figures.json")],

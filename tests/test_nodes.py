@@ -68,6 +68,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "01-pretrain/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one_process_does_though_a_rank_is_killed(nodes: tuple[Node, Node], tmp_path: Path) -> None:
     project = tmp_path / "a project"
     project.mkdir()
@@ -107,6 +108,7 @@ def test_two_nodes_train_as_one_process_does_though_a_rank_is_killed(nodes: tupl
     assert [pids(node) for node in nodes] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_on_the_stores_node_is_named_on_the_other_and_ended(
     nodes: tuple[Node, Node], tmp_path: Path
 ) -> None:

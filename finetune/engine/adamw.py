@@ -128,7 +128,9 @@ def squared_norm(tensors: Sequence[Tensor | None]) -> float:
             continue
         flat = tensor.reshape(-1)
         whole = flat.numel() - flat.numel() % NORM_ELEMENTS
-        for part in (flat[:whole].view(-1, NORM_ELEMENTS), flat[None, whole:]):
+        # By the slice, as a tensor of another dtype is read as float32 whole.
+        parts = [flat[start : min(start + SLICE_ELEMENTS, whole)] for start in range(0, whole, SLICE_ELEMENTS)]
+        for part in (*(part.view(-1, NORM_ELEMENTS) for part in parts), flat[None, whole:]):
             if part.numel():
                 norms.append(torch.linalg.vector_norm(part, dim=1, dtype=torch.float32))
     return float(torch.cat(norms).double().square().sum()) if norms else 0.0

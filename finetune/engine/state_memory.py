@@ -80,7 +80,7 @@ def _replicated(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
         yield MemoryItem("gradients", kept * n, near, sharding.summed_at, f"{kept} bytes each, {why}")
     yield MemoryItem("gradient in flight", 2 * c * size.largest_parameter, near, AT_END, "of the largest parameter")
     read = c if (alone and not sharding.accumulates) else 4
-    yield from _step(size.largest_parameter, home, is_float32=read == 4)
+    yield from _step(home, is_float32=read == 4)
 
 
 def _fsdp2(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
@@ -122,8 +122,7 @@ def _fsdp2(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
     note = "the whole gradient of what is outside the blocks"
     yield MemoryItem("reduced outside", (whole + part) * outside, near, AT_END, note)
     yield MemoryItem("gradient in flight", c * size.largest_parameter, near, AT_END, "of the largest parameter")
-    largest = -(-size.largest_parameter // ranks)
-    yield from _step(largest, home, is_float32=not sharding.offloads_optimizer or sharding.accumulates)
+    yield from _step(home, is_float32=not sharding.offloads_optimizer or sharding.accumulates)
 
 
 def _deepspeed(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
@@ -165,9 +164,7 @@ def _optimizer(count: int, place: Place, *, share: str) -> Iterable[MemoryItem]:
     yield MemoryItem("optimizer", 8 * count, place, ALWAYS, f"{share}AdamW's two float32 moments")
 
 
-def _step(largest: int, place: Place, *, is_float32: bool) -> Iterable[MemoryItem]:
-    """A slice of a gradient that isn't float32 yet; on the host the norm reads the largest whole in float32."""
-    if is_float32:
-        return
-    norm = 4 * largest if place == "host" else 0
-    yield MemoryItem("step", 4 * SLICE_ELEMENTS + norm, place, AT_STEP, "a gradient read as float32")
+def _step(place: Place, *, is_float32: bool) -> Iterable[MemoryItem]:
+    """A slice of a gradient that isn't float32 yet."""
+    if not is_float32:
+        yield MemoryItem("step", 4 * SLICE_ELEMENTS, place, AT_STEP, "a gradient read as float32")
