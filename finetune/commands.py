@@ -69,7 +69,7 @@ def plan(options: Namespace) -> None:
     from finetune.recipe import load_recipe
 
     given = {
-        name: None if text is None else parse_size(text, where=f"--{name}-memory")
+        name: None if text is None else parse_size(text, where=f"--{name}-memory", needs_unit=True)
         for name, text in (("gpu", options.gpu_memory), ("cpu", options.cpu_memory))
     }
     quiet_libraries()

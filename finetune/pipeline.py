@@ -128,7 +128,9 @@ def run_recipe(
             _refuse_changed_unfinished(loaded, todo)
         write_text(loaded.run_dir / "recipe.yaml", loaded.to_yaml())
         if not todo:
-            say(f"nothing to do: every stage is done in {loaded.run_dir}")
+            names = ", ".join(plan.stage.name for plan in planned[first - 1 : last])
+            what = "every stage" if (first, last) == (1, len(planned)) else names
+            say(f"nothing to do: {what} is done in {loaded.run_dir}")
         for index in range(first - 1, last):
             # Looked at again, since the stages before it have run by now.
             plan = plan_stages(loaded)[index]

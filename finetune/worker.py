@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.artifact import MANIFEST_NAME, Manifest, read_manifest, record_files, write_manifest
-from finetune.errors import FinetuneError, resource_error
+from finetune.errors import FinetuneError, InterruptedRunError, resource_error
 from finetune.files import write_json
 from finetune.processes import die_with_parent
 from finetune.recipe import LoadedRecipe, Stage, load_recipe
@@ -197,4 +197,8 @@ def _report(error: FinetuneError) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        # The terminal's ^C reaches every process; the one that was started by hand says what it means.
+        sys.exit(InterruptedRunError.exit_code)

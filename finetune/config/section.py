@@ -72,11 +72,13 @@ def _recipe_error(kind: type[Section], source: Source, path: KeyPath, fault: Err
         return RecipeError(f"`{name}` is missing", where=source.place(full[:-1]), fix=f"add `{full[-1]}:`")
     message = fault["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
+    # A section's own check may end with what to do.
+    message, _, advice = message.partition("; set ")
     if isinstance(fault["input"], str | int | float | bool | None):
         message = f"`{name}` is {fault['input']!r}: {message}"
     elif name:
         message = f"`{name}`: {message}"
-    return RecipeError(message, where=where, fix="correct the value")
+    return RecipeError(message, where=where, fix=f"set {advice}" if advice else "correct the value")
 
 
 def _keys(kind: type[Section]) -> list[str]:

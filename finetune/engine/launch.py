@@ -77,13 +77,13 @@ def run_ranks(arguments: Sequence[str], *, num_processes: int, device: str, log_
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """The launcher logs each failure, which is raised here anyway, and keeps its signal handlers: undo both."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level, handlers = logger.level, {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
-    logger.setLevel(logging.CRITICAL)
+    # Its loggers have levels of their own, which their parent's doesn't override.
+    disabled, handlers = logging.root.manager.disable, {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logging.disable(disabled)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -149,6 +149,9 @@ def _reported() -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, OSError):
             error = resource_error(error) or error
+        if isinstance(error, KeyboardInterrupt):
+            # The terminal's ^C reaches every process; the one that was started by hand says what it means.
+            raise SystemExit(InterruptedRunError.exit_code) from None
         if not isinstance(error, SystemExit):
             _write_report(error)
         if isinstance(error, FinetuneError) or (isinstance(error, Exception) and _report_path() is not None):

@@ -39,9 +39,9 @@ class OffloadSettings(Section):
     @model_validator(mode="after")
     def _complete(self) -> OffloadSettings:
         if "nvme" in (self.optimizer, self.parameters) and not self.nvme_path:
-            raise ValueError("`nvme` needs a place: set `offload.nvme_path` to a folder on a fast local disk")
+            raise ValueError("`nvme` needs a place; set `offload.nvme_path` to a folder on a fast local disk")
         if self.ratio < 1 and self.optimizer != "cpu":
-            raise ValueError("`offload.ratio` below 1 divides what `offload.optimizer: cpu` moves: set that too")
+            raise ValueError("`offload.ratio` below 1 divides what is moved to the cpu; set `offload.optimizer: cpu`")
         return self
 
 
@@ -59,14 +59,16 @@ class ZeroSettings(Section):
         if offload.parameters != "none" and self.stage != 3:
             raise ValueError(
                 f"`offload.parameters: {offload.parameters}` needs `stage: 3`: stage {self.stage} keeps whole "
-                "parameters everywhere"
+                "parameters everywhere; set `offload.parameters: none`, or `stage: 3`"
             )
         if self.stage != 3 and (offload.optimizer == "nvme" or offload.ratio < 1):
             what = "`offload.optimizer: nvme`" if offload.optimizer == "nvme" else "`offload.ratio` below 1"
-            raise ValueError(f"{what} needs `stage: 3`: DeepSpeed, the one engine that can, has it for stage 3 alone")
+            raise ValueError(
+                f"{what} needs `stage: 3`: DeepSpeed, the one engine that can, has it for stage 3 alone; set `stage: 3`"
+            )
         if self.engine == "fsdp2":
             if self.stage == 0:
-                raise ValueError("`engine: fsdp2` shards, so it needs a `stage` of 1, 2 or 3")
+                raise ValueError("`engine: fsdp2` shards, so it needs `stage: 1` or more; set `engine: auto`")
             if why := needs_deepspeed(self):
                 raise ValueError(f"`engine: fsdp2` can't: {why}; set `engine: auto` or `engine: deepspeed`")
         return self
