@@ -140,24 +140,31 @@ def run_recipe(
                     say(f"{label}: done before")
                 continue
             say(f"{label}: {_reason(plan, options)}")
+            if plan.stage.implementation.run_rank is not None:
+                say("{}: by the {} engine: {}".format(label, *_engine(loaded)))
             (start or run_stage)(loaded, plan, options)
             write_summary(loaded)
             say(f"{label}: {describe(loaded, plan.stage)}")
         return write_summary(loaded)
 
 
+def _engine(loaded: LoadedRecipe) -> tuple[str, str]:
+    """(engine, why) of the recipe's trainings."""
+    recipe = loaded.recipe
+    return choose_engine(recipe.zero, world_size=world_size(recipe.launch), device=recipe.launch.device or "cpu")
+
+
 def require_engine(loaded: LoadedRecipe) -> None:
     """Raise before anything runs when a training needs an engine that isn't installed (MissingDependencyError) or that
     can't do exactly what is asked (RecipeError)."""
-    recipe = loaded.recipe
-    device = recipe.launch.device or "cpu"
+    zero = loaded.recipe.zero
     for stage in loaded.stages:
         if stage.implementation.run_rank is None:
             continue
-        name, _ = choose_engine(recipe.zero, world_size=world_size(recipe.launch), device=device)
+        name, _ = _engine(loaded)
         require_installed(name)
         settings: Any = stage.settings
-        if name == "deepspeed" and (why := refusal(recipe.zero, precision=settings.mixed_precision)):
+        if name == "deepspeed" and (why := refusal(zero, precision=settings.mixed_precision)):
             raise RecipeError(
                 f"no engine does this exactly; of DeepSpeed: {why}",
                 where=f"zero (stage `{stage.name}`)",
@@ -293,6 +300,6 @@ def describe(loaded: LoadedRecipe, stage: Stage) -> str:
     figures = [
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in manifest.metrics.items()
-        if isinstance(value, int | float | str) and not isinstance(value, bool) and not key.endswith("_bytes")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not key.endswith("_bytes")
     ]
     return f"done in {manifest.seconds:.1f} s" + (f" ({', '.join(figures[:6])})" if figures else "")

@@ -163,3 +163,31 @@ def test_a_run_folder_that_cant_be_made_is_a_resource_error(
     monkeypatch.chdir(tmp_path)
     assert main(["run", "recipes/llama_sft.yaml", "--set", "output_dir=/proc/nowhere"]) == 5
     assert "can't be made" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_its_install_line_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("finetune.engine.choice.importlib.util.find_spec", lambda name: None)
+    ratio = ["--set", "zero.offload.ratio=0.5", "--set", "zero.offload.parameters=none"]
+    assert main(["run", "recipes/llama_sft.yaml", *ratio]) == 6
+    said = capsys.readouterr().err
+    assert "DeepSpeed isn't installed" in said
+    assert "--no-build-isolation" in said
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_what_no_engine_does_is_refused_with_the_reason_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("finetune.engine.choice.importlib.util.find_spec", lambda name: object())
+    nvme = ["--set", "zero.offload.parameters=nvme", "--set", "zero.offload.nvme_path=fast"]
+    assert main(["run", "recipes/llama_sft.yaml", *nvme]) == 2
+    assert "nvme" in capsys.readouterr().err
+    assert main(["run", "recipes/llama_sft.yaml", "--set", "zero.stage=2"]) == 2
+    assert "fix: set `offload.parameters: none`, or `stage: 3`" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
