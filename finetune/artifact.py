@@ -22,6 +22,8 @@ from typing import Any
 from finetune.errors import CheckpointError
 from finetune.files import sha256_file, write_json
 
+BEFORE_NAME = "started-before.json"
+"""In a stage's folder while accepted changes aren't taken yet: what it was begun with before them."""
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
 

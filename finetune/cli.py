@@ -12,6 +12,7 @@ from types import FrameType
 from finetune import __version__
 from finetune.errors import FinetuneError, InterruptedRunError, resource_error
 
+MOST_RANKS = 1 << 20
 EXIT_CODES = """exit codes: 0 done; 2 recipe or flags; 3 data; 4 checkpoint or model folder; 5 memory, disk, devices or
 a lost process; 6 missing package; 7 Hub; 8 quality gate; 130 interrupted; 1 a bug of ours (with a traceback)"""
 
@@ -49,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_recipe_flags(plan)
     plan.add_argument(
-        "--world-size", type=_positive, metavar="N", help="plan for N ranks over all machines (default: the recipe's)"
+        "--world-size", type=_ranks, metavar="N", help="plan for N ranks over all machines (default: the recipe's)"
     )
     plan.add_argument(
         "--gpu-memory", metavar="SIZE", help="of one GPU, as 80GiB: plans for cuda where there is none here, too"
@@ -162,6 +163,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _ranks(text: str) -> int:
+    value = _positive(text)
+    if value > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_RANKS:,}")
     return value
 
 

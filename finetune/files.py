@@ -96,6 +96,19 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def require_folder(folder: Path, *, where: str) -> None:
+    """Raise ResourceError where ``folder``, which is made, can't be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as cause:
+        raise ResourceError(
+            f"`{folder}` can't be written to: {cause.strerror}", where=where, fix="name a folder on a local disk"
+        ) from cause
+
+
 def require_free_bytes(folder: Path, needed_bytes: int) -> None:
     """Raise ResourceError when the disk that holds ``folder`` has less than ``needed_bytes`` left."""
     existing = folder

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune import errors
-from finetune.artifact import check_files, read_manifest
+from finetune.artifact import BEFORE_NAME, check_files, read_manifest
 from finetune.engine.choice import choose_engine, require_installed
 from finetune.engine.deepspeed_config import refusal
 from finetune.engine.settings import world_size
 from finetune.errors import CheckpointError, FinetuneError, RecipeError, ResourceError
-from finetune.files import write_json, write_text
+from finetune.files import require_folder, write_json, write_text
 from finetune.fingerprint import Fingerprints, changes
 from finetune.processes import run_lock
 from finetune.recipe import LoadedRecipe, Stage, check_files_exist
@@ -76,6 +76,8 @@ def _state(
     except CheckpointError as error:
         return "damaged", (f"{error.what}: {error.where}",)
     started = folder / STARTED_NAME
+    if (folder / BEFORE_NAME).is_file():
+        started = folder / BEFORE_NAME
     if not started.is_file():
         return "new", ()
     try:
@@ -163,6 +165,8 @@ def require_engine(loaded: LoadedRecipe) -> None:
             continue
         name, _ = _engine(loaded)
         require_installed(name)
+        if zero.offload.nvme_path and "nvme" in (zero.offload.optimizer, zero.offload.parameters):
+            require_folder(Path(zero.offload.nvme_path), where="zero.offload.nvme_path")
         settings: Any = stage.settings
         if name == "deepspeed" and (why := refusal(zero, precision=settings.mixed_precision)):
             raise RecipeError(

@@ -174,6 +174,13 @@ def training_need(loaded: LoadedRecipe, stage: Stage, config: Any, machines: Mac
         loss_block_elements=BLOCK_ELEMENTS,
     )
     size = model_size(config)
+    num_blocks = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if num_blocks is not None and (settings.checkpointed_every or 0) > num_blocks:
+        raise RecipeError(
+            f"the model has {num_blocks} blocks, so every {settings.checkpointed_every}th is none",
+            where=f"stages.{stage.name}.gradient_checkpointing",
+            fix="set gradient_checkpointing to none, full, or a smaller number",
+        )
     memory = predict_memory(config, workload, size=size)
     disk = predict_disk(config, keep_checkpoints=settings.keep_checkpoints, dtype=settings.dtype, size=size)
     limits = Limits(machines.gpu_bytes, machines.host_bytes_per_rank)

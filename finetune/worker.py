@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finetune.artifact import MANIFEST_NAME, Manifest, read_manifest, record_files, write_manifest
+from finetune.artifact import BEFORE_NAME, MANIFEST_NAME, Manifest, read_manifest, record_files, write_manifest
 from finetune.errors import FinetuneError, InterruptedRunError, resource_error
 from finetune.files import write_json
 from finetune.processes import die_with_parent
@@ -30,7 +30,7 @@ STARTED_NAME = "started.json"
 """What an unfinished stage was begun with: {"fingerprint", "deciding", "parents", "accept_changes"}. The manifest
 replaces it."""
 ERROR_VARIABLE = "FINETUNE_WORKER_ERROR_FILE"
-UNRECORDED = (MANIFEST_NAME, STARTED_NAME)
+UNRECORDED = (MANIFEST_NAME, STARTED_NAME, BEFORE_NAME)
 RECORDED_PACKAGES = ("finetune", "torch", "transformers", "compressed-tensors", "safetensors", "tokenizers")
 
 
@@ -142,6 +142,11 @@ def begin_stage(
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if accept_changes and not (folder / BEFORE_NAME).exists() and (folder / STARTED_NAME).exists():
+        # Until the changes are taken, this is what the checkpoints were written with.
+        shutil.copyfile(folder / STARTED_NAME, folder / BEFORE_NAME)
+    elif not accept_changes:
+        (folder / BEFORE_NAME).unlink(missing_ok=True)
     begun = {"fingerprint": fingerprint, "deciding": deciding, "parents": parents, "accept_changes": accept_changes}
     write_json(folder / STARTED_NAME, begun)
 

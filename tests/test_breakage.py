@@ -16,6 +16,8 @@ from finetune.data.rows import read_rows
 from finetune.errors import DataError, RecipeError, ResourceError, resource_error
 from finetune.pipeline import _state, write_summary
 from finetune.recipe import check_files_exist, load_recipe
+from finetune.train.resume import taken
+from finetune.worker import begin_stage
 from tests.small_run import ENVIRONMENT, command, write_inputs
 
 
@@ -191,3 +193,68 @@ def test_what_no_engine_does_is_refused_with_the_reason_before_anything_runs(
     assert main(["run", "recipes/llama_sft.yaml", "--set", "zero.stage=2"]) == 2
     assert "fix: set `offload.parameters: none`, or `stage: 3`" in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
+
+
+def test_changes_that_were_refused_after_all_leave_the_record_as_it_was(tmp_path: Path) -> None:
+    before = {"fingerprint": "a", "deciding": {"max_steps": 20}, "parents": {}}
+    after = {"fingerprint": "b", "deciding": {"max_steps": 7}, "parents": {}}
+    begin_stage(tmp_path, **before, keep=False)
+    begin_stage(tmp_path, **after, keep=True, accept_changes=True)
+    assert _state(tmp_path, "a", before["deciding"], {}) == ("unfinished", ())
+    assert _state(tmp_path, "b", after["deciding"], {})[1] == ("max_steps: 20 → 7",)
+    taken(tmp_path)
+    assert _state(tmp_path, "b", after["deciding"], {}) == ("unfinished", ())
+    begin_stage(tmp_path, **before, keep=True, accept_changes=True)
+    begin_stage(tmp_path, **after, keep=True)
+    assert _state(tmp_path, "b", after["deciding"], {}) == ("unfinished", ())
+
+
+def test_a_place_on_nvme_that_cant_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("finetune.engine.choice.importlib.util.find_spec", lambda name: object())
+    nvme = ["--set", "zero.offload.optimizer=nvme", "--set", "zero.offload.nvme_path=/proc/nope"]
+    assert main(["run", "recipes/llama_sft.yaml", *nvme]) == 5
+    assert "zero.offload.nvme_path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["betas=[2,-1]", "max_shard_size=0GB", "gradient_checkpointing=all"])
+def test_settings_that_mean_nothing_are_refused_by_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "recipes/llama_sft.yaml", "--set", f"stages.pretrain.{setting}"]) == 2
+    assert setting.split("=")[0] in capsys.readouterr().err
+    assert main(["plan", "recipes/llama_sft.yaml", "--set", "stages.pretrain.gradient_checkpointing=70"]) == 2
+    assert "blocks, so every 70th is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model_type", "code"), [("gpt2", 0), ("opt", 0), ("mamba", 2), ("t5", 2), ("bert", 0)])
+def test_plan_knows_a_decoders_sizes_or_says_that_it_doesnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_type: str, code: int
+) -> None:
+    from transformers import AutoConfig
+
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    AutoConfig.for_model(model_type, architectures=None).save_pretrained(tmp_path / "config")
+    (tmp_path / "plan.yaml").write_text(
+        "name: x\nmodel: {path: config}\nlaunch: {num_processes: 1, device: cpu}\n"
+        "stages: [{pretrain: {data: [{path: data/pretrain.jsonl}], max_seq_length: 64, max_steps: 1}}]\n"
+    )
+    assert main(["plan", "plan.yaml"]) == code
+    out = capsys.readouterr()
+    assert ("memory of a rank" in out.out) if code == 0 else (model_type in out.err)
+
+
+@pytest.mark.parametrize("size", ["80", "0GB", "-1GiB", "inf", "large"])
+def test_a_memory_without_a_unit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "recipes/llama_sft.yaml", f"--cpu-memory={size}"]) == 2
+    assert "80GiB" in capsys.readouterr().err

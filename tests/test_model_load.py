@@ -60,7 +60,7 @@ def test_folders_that_are_no_models(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="can't read the configuration"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="can't read the configuration"):
+    with pytest.raises(CheckpointError, match="isn't JSON"):
         load_config(tmp_path)
 
 

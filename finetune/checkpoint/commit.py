@@ -218,6 +218,8 @@ def prune_checkpoints(root: Path, keep: int) -> list[Path]:
     assert keep >= 1, "without a checkpoint there is nothing to resume from"
     if rank_and_world_size()[0] != 0:
         return []
+    for left_over in root.glob(f".{LATEST_NAME}.tmp*"):
+        left_over.unlink(missing_ok=True)
     removed, kept = [], 0
     kept_steps: set[int] = set()
     for path in list(_candidates(root)):

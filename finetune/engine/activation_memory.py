@@ -88,7 +88,9 @@ def _head_widths(config: PreTrainedConfig) -> tuple[int, int]:
 def _mlp_width(config: PreTrainedConfig) -> int:
     """The MLP's width as one token sees it: of a mixture, the experts that it reaches and the shared ones."""
     per_token = getattr(config, "num_experts_per_tok", None)
-    dense: int = config.intermediate_size
+    dense = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)
+    # GPT-2's kind calls it n_inner, and leaves it out where it is four times the model's width.
+    dense = int(dense or getattr(config, "n_inner", None) or 4 * config.hidden_size)
     if not per_token:
         return dense
     expert = getattr(config, "moe_intermediate_size", None) or dense

@@ -18,6 +18,7 @@ from finetune.engine.choice import choose_engine
 from finetune.engine.memory_parts import ALWAYS, MOMENTS, MemoryItem, ModelSize, Moment, Place
 from finetune.engine.settings import ZeroSettings
 from finetune.engine.state_memory import Sharding, state_items
+from finetune.errors import RecipeError
 from finetune.model.load import meta_model
 
 BASE_BYTES = 420 << 20
@@ -112,10 +113,18 @@ def model_size(config: PreTrainedConfig) -> ModelSize:
 def predict_memory(config: PreTrainedConfig, workload: Workload, *, size: ModelSize | None = None) -> MemoryPlan:
     """The memory of one rank that trains the model of ``config``. Nothing is loaded.
 
-    ``size``: the model's counts, where they are known already. Raises RecipeError as ``model_size`` does.
+    ``size``: the model's counts, where they are known already. Raises RecipeError as ``model_size`` does, and for a
+    model without attention.
     """
     size = size or model_size(config)
     text = config.get_text_config()
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if not isinstance(getattr(text, name, None), int):
+            raise RecipeError(
+                f"what a {text.model_type} keeps for its backward isn't known here: its configuration has no `{name}`",
+                where="model.path",
+                fix="plan another model; `run` may train this one all the same",
+            )
     near: Place = "device" if workload.device == "cuda" else "host"
     engine, reason = choose_engine(workload.zero, world_size=workload.world_size, device=workload.device)
     sharding = Sharding(

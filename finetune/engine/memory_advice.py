@@ -152,12 +152,12 @@ def _batch_choices(workload: Workload) -> Iterator[tuple[int, int]]:
 
 
 def _more_ranks(workload: Workload) -> list[Workload]:
-    """Twice the ranks again and again, each with its share of the step's rows, one row at least."""
+    """Twice the ranks again and again, each with its share of the step's rows, which stay as many."""
     wider = []
     world_size = workload.world_size * 2
     in_step = workload.micro_batch_size * workload.gradient_accumulation_steps * workload.world_size
-    while world_size <= MOST_RANKS:
-        rows = max(1, -(-in_step // world_size))
+    while world_size <= MOST_RANKS and in_step % world_size == 0:
+        rows = in_step // world_size
         micro = max(part for part in range(1, min(rows, workload.micro_batch_size) + 1) if rows % part == 0)
         wider.append(
             dataclasses.replace(

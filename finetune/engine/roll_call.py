@@ -140,10 +140,15 @@ def _answer(store: dist.Store, rank: int, nonce: str, timeout_seconds: float) ->
         pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
 
 
+_PLACE = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_STEP_ID")
+"""Who said that there are so many ranks, and where they meet."""
+
+
 def _missing(ranks: list[int], seconds: float) -> ResourceError:
     names = " and ".join(f"rank {rank}" for rank in ranks)
     return ResourceError(
         f"{names} didn't come to the start within {seconds:g} s",
+        where=", ".join(f"{key}={os.environ[key]}" for key in _PLACE if key in os.environ) or None,
         fix="see whether as many processes run on each node as the launcher was told, and what they print",
     )
 

@@ -104,7 +104,9 @@ def _fsdp2(size: ModelSize, sharding: Sharding) -> Iterable[MemoryItem]:
     yield MemoryItem("gathered", c * outside, near, COMPUTE, "what is outside the blocks: embedding, head, last norm")
     if zero.stage == 3:
         # This block whole, the next one as it arrives (flat, and unpacked).
-        yield MemoryItem("gathered blocks", c * block * (3 + gloo), near, AT_START, "this one, and the next arriving")
+        yield MemoryItem(
+            "gathered blocks", c * block * (3 + gloo), near, AT_START, "this one; the next, flat and unpacked"
+        )
     else:
         # The last micro-batch's backward frees them one by one; those before it keep them.
         held = COMPUTE if sharding.accumulates else BACKWARD - AT_END | {"loss"}

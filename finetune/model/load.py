@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -56,6 +58,12 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """Raises CheckpointError when there is no config.json or this transformers doesn't know its model type."""
     if not (folder / "config.json").is_file():
         raise CheckpointError("there is no config.json", where=folder, fix="give a Hugging Face model folder")
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as cause:
+        raise CheckpointError(
+            f"the configuration isn't JSON: {cause}", where=folder / "config.json", fix="copy it from the model anew"
+        ) from cause
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as cause:
@@ -132,11 +140,17 @@ def meta_model(
     """The model's shape: its parameters take no memory (meta device), its buffers are real, and tied names are tied.
 
     Buffers, such as the rotary frequencies, are computed from the configuration and have no copy in the weight files:
-    they are made on the cpu, in their own precision.
+    they are made on the cpu, in their own precision. Raises RecipeError for another kind of model.
     """
     from accelerate import init_empty_weights
 
     config = load_config(folder_or_config) if isinstance(folder_or_config, Path) else folder_or_config
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RecipeError(
+            f"a {config.model_type} is no causal language model that transformers knows",
+            where="model.path",
+            fix="give a decoder such as Llama, Qwen or GPT-2",
+        )
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     model.tie_weights()

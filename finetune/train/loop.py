@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ from finetune.model.load import load_config, load_tokenizer, meta_model
 from finetune.model.matmul import round_alike
 from finetune.train.loss import CausalLMLoss
 from finetune.train.metrics import MetricsLog, peak_memory_bytes, read_metrics
-from finetune.train.resume import deciding_settings, set_aside, settings_changed, step_under
+from finetune.train.resume import deciding_settings, set_aside, settings_changed, step_under, taken
 from finetune.train.schedule import learning_rate_at
 from finetune.train.settings import TrainSettings
 
@@ -114,6 +115,11 @@ def train(
             known = found.extra["eval_losses"].items()
             progress = _Progress(step, {key: loss for key, loss in known if step == found.step or key == "0"})
         resumed_from = progress.step
+        if rank == 0:
+            for path, reason in skipped:
+                print(f"passed over {path.name}: {reason}", file=sys.stderr)
+            if found is not None or skipped:
+                print(f"goes on behind step {resumed_from} of {loader.num_steps}", file=sys.stderr, flush=True)
         if changed and rank == 0:
             set_aside(folder, found_step=found.step if found else 0, step=resumed_from)
         log = MetricsLog(folder / "metrics.jsonl", writes=rank == 0, last_step=resumed_from)
@@ -135,6 +141,8 @@ def train(
             # From here on the checkpoints are of the new settings, so that the next resume has nothing to accept.
             save()
             remove_newer_checkpoints(checkpoints, step=resumed_from)
+        if rank == 0:
+            taken(folder)
         if found is None:
             evaluate()
         steps = range(resumed_from, loader.num_steps)

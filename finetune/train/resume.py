@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from finetune.artifact import BEFORE_NAME
 from finetune.checkpoint.commit import Found
 from finetune.data.tokens import TokenDataset
 from finetune.errors import CheckpointError
@@ -103,6 +104,11 @@ def step_under(found: Found, present: dict[str, Any], *, num_sequences: int) -> 
             fix="give more epochs or max_steps, or restore the settings",
         )
     return step
+
+
+def taken(folder: Path) -> None:
+    """Forget what the stage was begun with before the changes that are accepted now: its checkpoints are of these."""
+    (folder / BEFORE_NAME).unlink(missing_ok=True)
 
 
 def set_aside(folder: Path, *, found_step: int, step: int) -> None:

@@ -69,6 +69,8 @@ class TrainSettings(Section):
     def _spelt_out(cls, value: object) -> object:
         if isinstance(value, bool):
             return "full" if value else "none"
+        if isinstance(value, str) and value not in ("none", "full") and not value.strip().lstrip("-").isdigit():
+            raise ValueError("write `none`, `full`, or a number k: every k-th block")
         return value
 
     @field_validator("gradient_checkpointing")
@@ -83,6 +85,15 @@ class TrainSettings(Section):
     def _is_size(cls, value: str) -> str:
         if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", value):
             raise ValueError("write a size as 500MB or 5GB")
+        if float(value[:-2]) == 0:
+            raise ValueError("a file must hold something: write a size as 500MB or 5GB")
+        return value
+
+    @field_validator("betas")
+    @classmethod
+    def _are_decays(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("both must be at least 0 and below 1")
         return value
 
     @model_validator(mode="after")
