@@ -42,7 +42,7 @@ def error_of(weight_OI: Tensor, result: QuantizedWeight, hessian_II: Tensor) -> 
     return relative_error(weight_OI, dequantize(result.codes, result.scale.float()), hessian_II)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.weights.type == "int"])
 @pytest.mark.parametrize("method", list(METHODS))
 def test_every_method_gives_codes_in_range_and_scales_that_are_stored_exactly(method: str, scheme: str) -> None:
     weights = SCHEMES[scheme].weights
@@ -59,7 +59,7 @@ def test_every_method_gives_codes_in_range_and_scales_that_are_stored_exactly(me
     assert torch.isfinite(result.scale).all()
     assert (result.scale != 0).all()
     assert (dequantize(result.codes, result.scale)[3] == 0).all(), "a row of zeros stays exactly zero"
-    assert error_of(weight_OI, result, hessian_II) < (0.02 if weights.num_bits == 4 else 2e-4)
+    assert error_of(weight_OI, result, hessian_II) < {2: 0.4, 3: 0.1, 4: 0.02, 8: 2e-4}[weights.num_bits]
 
 
 def test_extreme_scales_use_the_lowest_code_whatever_the_sign() -> None:

@@ -13,8 +13,7 @@ from finetune.config.section import parse_section
 from finetune.config.source import Source
 from finetune.errors import RecipeError
 from finetune.quant.decoder import StreamedDecoder
-from finetune.quant.layers import matches, target_layers
-from finetune.quant.scheme import scheme_with
+from finetune.quant.layers import layer_schemes, matches
 from finetune.quant.settings import QuantizeSettings
 from tests.tiny import tiny_llama
 
@@ -38,7 +37,11 @@ def test_group_size_is_resolved_by_the_scheme() -> None:
         ({"scheme": "w4a17", "method": "rtn"}, "w4a16"),
         ({"method": "gptk", "calibration": CALIBRATION}, "gptq"),
         ({"method": "gptq"}, "needs `calibration:`"),
-        ({"method": "rtn", "symmetric": False}, "asymmetric"),
+        ({"method": "rtn", "scheme": "w8a8", "symmetric": False}, "symmetric"),
+        ({"method": "rtn", "scheme": "nf4", "group_size": 32}, "bitsandbytes"),
+        ({"method": "rtn", "scheme": "w8a8", "format": "gptq"}, "compressed-tensors"),
+        ({"method": "rtn", "overrides": [{"layers": ["down_proj"], "scheme": "nf4"}]}, "bitsandbytes"),
+        ({"method": "rtn", "overrides": [{"layers": ["down_proj"], "scheme": "w8a61"}]}, "w8a16"),
         ({"method": "rtn", "scheme": "w8a8", "group_size": 64}, "group_size"),
         ({"method": "rtn", "group_sise": 64}, "group_size"),
         ({"method": "rtn", "max_shard_size": "much"}, "5GB"),
@@ -88,16 +91,40 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StreamedDeco
     }
 
 
-INT4_G32 = scheme_with("w4a16", group_size=32)
+def rtn(**values: Any) -> QuantizeSettings:
+    return parsed(**{"method": "rtn", "group_size": 32, **values})
 
 
 def test_targets_are_the_linear_layers_of_the_blocks(decoders: dict[str, StreamedDecoder]) -> None:
-    names = target_layers(decoders["tied"], INT4_G32, ["lm_head"])
+    names = layer_schemes(decoders["tied"], rtn())
     assert len(names) == 11 * 7
-    fewer = target_layers(decoders["tied"], INT4_G32, ["lm_head", "model.layers.1", "down_proj"])
+    fewer = layer_schemes(decoders["tied"], rtn(ignore=["lm_head", "model.layers.1", "down_proj"]))
     assert len(fewer) == 10 * 6
     assert "model.layers.10.mlp.up_proj" in fewer
     assert "model.layers.1.mlp.up_proj" not in fewer
+
+
+def test_overrides_name_layers_exactly_and_the_last_one_counts(decoders: dict[str, StreamedDecoder]) -> None:
+    overrides = [
+        {"layers": ["model.layers.1.*"], "scheme": "w8a16"},
+        {"layers": ["model.layers.*.mlp.down_proj"], "scheme": "w4a16", "group_size": 16},
+    ]
+    schemes = layer_schemes(decoders["tied"], rtn(overrides=overrides))
+    found = {name: (scheme.name, scheme.weights.group_size) for name, scheme in schemes.items()}
+    assert found["model.layers.1.mlp.up_proj"] == ("w8a16", None)
+    assert found["model.layers.1.mlp.down_proj"] == ("w4a16", 16)
+    assert found["model.layers.10.mlp.up_proj"] == found["model.layers.0.self_attn.q_proj"] == ("w4a16", 32)
+    assert list(found.values()).count(("w8a16", None)) == 6
+
+
+@pytest.mark.parametrize("layers", [["k_proj"], ["model.layers.0.mlp.gate_proj"]])
+def test_layers_of_one_kernel_keep_one_scheme(decoders: dict[str, StreamedDecoder], layers: list[str]) -> None:
+    for values in ({"overrides": [{"layers": layers, "scheme": "w8a16"}]}, {"ignore": ["lm_head", *layers]}):
+        with pytest.raises(RecipeError, match="computed as one layer") as caught:
+            layer_schemes(decoders["tied"], rtn(**values))
+        assert layers[0].rpartition(".")[2] in str(caught.value)
+    with pytest.raises(RecipeError, match=r"overrides\.layers: down_prj"):
+        layer_schemes(decoders["tied"], rtn(overrides=[{"layers": ["down_prj"], "scheme": "w8a16"}]))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +142,7 @@ def test_an_ignore_list_that_cannot_be_meant_is_refused(
     decoders: dict[str, StreamedDecoder], model: str, ignore: list[str], told: str
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        target_layers(decoders[model], INT4_G32, ignore)
+        layer_schemes(decoders[model], rtn(ignore=ignore))
     assert told in str(caught.value)
 
 
@@ -123,13 +150,13 @@ def test_a_group_size_that_does_not_divide_names_the_layers_and_the_sizes_that_f
     decoders: dict[str, StreamedDecoder],
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        target_layers(decoders["untied"], scheme_with("w4a16", group_size=128), ["lm_head"])
+        layer_schemes(decoders["untied"], rtn(group_size=128))
     told = str(caught.value)
     assert "model.layers.0.self_attn.q_proj (64 inputs)" in told
     assert "group_size 16, 32, 64 fits" in told
     ignore = ["lm_head", "*.self_attn.*", "gate_proj", "up_proj"]
     with pytest.raises(RecipeError) as caught:
-        target_layers(decoders["untied"], scheme_with("w4a16", group_size=128), ignore)
+        layer_schemes(decoders["untied"], rtn(group_size=128, ignore=ignore))
     assert "model.layers.1.mlp.down_proj (192 inputs)" in str(caught.value)
 
 
@@ -138,6 +165,6 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
 
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(RecipeError) as caught:
-        target_layers(StreamedDecoder(tmp_path), scheme_with("w4a16", group_size=16), ["lm_head"])
+        layer_schemes(StreamedDecoder(tmp_path), rtn(group_size=16))
     assert "no Linear layer" in str(caught.value)
     assert "Conv1D" in str(caught.value)

@@ -29,16 +29,17 @@ def fake_quantize_tokens(hidden_BSI: Tensor, activations: ActivationArgs) -> Ten
 
 
 @contextmanager
-def quantized_inputs(layers: Mapping[str, nn.Module], activations: ActivationArgs | None) -> Iterator[None]:
-    """Within: the inputs of ``layers`` are rounded as they will be at inference; None rounds nothing."""
+def quantized_inputs(layers: Mapping[str, nn.Module], how: Mapping[str, ActivationArgs | None]) -> Iterator[None]:
+    """Within: the inputs of ``layers`` are rounded as they will be at inference, each as ``how`` has it (None: not)."""
+
+    def round_input(activations: ActivationArgs, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (fake_quantize_tokens(args[0], activations), *args[1:])
+
     with ExitStack() as stack:
-        if activations is not None:
-            for layer in layers.values():
-
-                def round_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-                    return (fake_quantize_tokens(args[0], activations), *args[1:])
-
-                stack.callback(layer.register_forward_pre_hook(round_input).remove)
+        for name, layer in layers.items():
+            activations = how[name]
+            if activations is not None:
+                stack.callback(layer.register_forward_pre_hook(partial(round_input, activations)).remove)
         yield
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from finetune.errors import RecipeError, did_you_mean
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.scheme import QuantScheme
+from finetune.quant.settings import QuantizeSettings
 
 
 def linear_names(model: nn.Module) -> dict[str, nn.Linear]:
@@ -30,36 +31,37 @@ def matches(entry: str, name: str) -> bool:
     return name == entry or (name.endswith("." + entry) and "." not in entry) or name.startswith(entry + ".")
 
 
-def ignored_names(model: nn.Module, ignore: Iterable[str], *, head: str | None) -> set[str]:
-    """The layers that ``ignore`` names; ``lm_head`` always means the output head, whatever this model calls it.
+def named_layers(model: nn.Module, entries: Iterable[str], *, head: str | None, key: str = "ignore") -> set[str]:
+    """The layers that ``entries`` name; ``lm_head`` always means the output head, whatever this model calls it.
 
     Raises RecipeError for an entry that names no layer, with the closest one that does.
     """
     names = list(linear_names(model))
     found: set[str] = set()
-    for entry in ignore:
+    for entry in entries:
         try:
             hits = {name for name in names if matches(entry, name) or (entry == "lm_head" and name == head)}
         except re.error as cause:
-            raise RecipeError(f"`ignore: {entry}` isn't a valid pattern: {cause}", fix="correct the pattern") from cause
+            raise RecipeError(f"`{key}: {entry}` isn't a valid pattern: {cause}", fix="correct the pattern") from cause
         if not hits:
             last_parts = {name.rpartition(".")[2] for name in names}
             candidates = [*last_parts, *names] if "." in entry else last_parts
-            raise RecipeError(f"`ignore: {entry}` names no Linear layer", fix=did_you_mean(entry, candidates))
+            raise RecipeError(f"`{key}: {entry}` names no Linear layer", fix=did_you_mean(entry, candidates))
         found |= hits
     return found
 
 
-def target_layers(decoder: StreamedDecoder, scheme: QuantScheme, ignore: Iterable[str]) -> list[str]:
-    """Full names of the layers to quantize, in the model's order; everything a user can have got wrong is found here.
+def layer_schemes(decoder: StreamedDecoder, settings: QuantizeSettings) -> dict[str, QuantScheme]:
+    """The scheme of each layer to quantize by its full name, in the model's order.
 
-    Raises RecipeError for an ``ignore`` entry that matches nothing, for a head that would be quantized, for layers
-    whose size the group doesn't divide, and where no layer is left.
+    Everything a user can have got wrong about layers is found here. Raises RecipeError for an entry of ``ignore`` or
+    ``overrides`` that matches nothing, for a head that would be quantized, for layers of one kernel with different
+    schemes, for layers whose size the group doesn't divide, and where no layer is left.
     """
     linears = linear_names(decoder.model)
     head_module = decoder.model.get_output_embeddings()
     head = next((name for name, module in linears.items() if module is head_module), None)
-    ignored = ignored_names(decoder.model, ignore, head=head)
+    ignored = named_layers(decoder.model, settings.ignore, head=head)
     if head is not None and head not in ignored:
         if f"{head}.weight" in decoder.aliases:
             raise RecipeError(
@@ -79,8 +81,31 @@ def target_layers(decoder: StreamedDecoder, scheme: QuantScheme, ignore: Iterabl
             where=decoder.folder,
             fix=f"shorten `ignore`; the blocks are made of {', '.join(kinds)}",
         )
-    _check_group_size({name: linears[name].in_features for name in targets}, scheme)
-    return targets
+    schemes = dict.fromkeys(targets, settings.quant_scheme)
+    for override in settings.overrides:
+        named = named_layers(decoder.model, override.layers, head=head, key="overrides.layers")
+        schemes.update({name: override.quant_scheme for name in targets if name in named})
+    _check_fused(schemes, ignored)
+    for scheme in dict.fromkeys(schemes.values()):
+        _check_group_size({name: linears[name].in_features for name in targets if schemes[name] == scheme}, scheme)
+    return schemes
+
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Last parts of layers that inference engines compute as one, so that they need one scheme."""
+
+
+def _check_fused(schemes: dict[str, QuantScheme], ignored: set[str]) -> None:
+    for name, scheme in schemes.items():
+        parent, _, last = name.rpartition(".")
+        for parts in FUSED:
+            for other in (f"{parent}.{part}" for part in parts if last in parts):
+                if other in ignored or schemes.get(other, scheme) != scheme:
+                    raise RecipeError(
+                        f"{name} and {other} are computed as one layer by inference engines, and would get "
+                        "different schemes",
+                        fix=f"name {', '.join(f'`{parent}.{part}`' for part in parts)} together, or none of them",
+                    )
 
 
 def _check_group_size(in_features: dict[str, int], scheme: QuantScheme) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 import time
@@ -19,11 +18,10 @@ from finetune.files import published_folder, require_free_bytes, sha256_file, sh
 from finetune.model.probe import probe_input_ids, write_probe
 from finetune.quant.calibration import CalibrationSamples, load_calibration
 from finetune.quant.decoder import StreamedDecoder
-from finetune.quant.layers import linear_names, target_layers
+from finetune.quant.layers import layer_schemes, linear_names
 from finetune.quant.methods import METHODS
-from finetune.quant.scheme import scheme_with
 from finetune.quant.settings import QuantizeSettings
-from finetune.quant.shards import StoredTensor, stored_tensors, write_shards
+from finetune.quant.shards import StoredTensor, stored_tensors
 from finetune.quant.stream import CALIBRATION_DTYPE, PROBE_DTYPE, BlockQuantizer, Stream
 from finetune.quant.work import WorkFolder
 from finetune.quant.writers import WRITERS
@@ -49,8 +47,9 @@ def quantize_model(
     if out.resolve() == model_folder.resolve():
         raise RecipeError("the quantized model would replace its source", where=out, fix="choose another folder")
     decoder = StreamedDecoder(model_folder, device=device)
-    scheme = scheme_with(settings.scheme, group_size=settings.group_size)
-    targets = target_layers(decoder, scheme, settings.ignore)
+    schemes = layer_schemes(decoder, settings)
+    writer = WRITERS[settings.format_name]
+    writer.check(decoder, schemes)
     if METHODS[settings.method].needs_calibration and settings.calibration is None:
         raise RecipeError(f"method {settings.method} needs calibration data", fix="add `calibration:`, or use `rtn`")
     samples = None
@@ -59,12 +58,11 @@ def quantize_model(
     source_bytes = sum((model_folder / name).stat().st_size for name in decoder.source.files())
     require_free_bytes(out, 2 * source_bytes)
 
-    writer = WRITERS["compressed_tensors"]
-    work = WorkFolder(out, _fingerprint(decoder, settings, samples), writer=writer, scheme=scheme)
+    work = WorkFolder(out, _fingerprint(decoder, settings, samples), writer=writer, schemes=schemes)
     quantizer = BlockQuantizer(
         decoder,
-        targets,
-        scheme,
+        schemes,
+        {scheme: writer.scale_dtype(scheme, decoder.dtype) for scheme in schemes.values()},
         method=settings.method,
         damp=settings.damp,
         act_order=settings.act_order,
@@ -72,12 +70,16 @@ def quantize_model(
         smoothing=settings.smoothing,
     )
     report, probe_ids, logits_TV = _quantize_blocks(quantizer, work, settings, samples)
-    kept = [name for name in linear_names(decoder.model) if name not in set(targets)]
+    kept = [name for name in linear_names(decoder.model) if name not in schemes]
     with published_folder(out) as folder:
-        output_bytes = write_shards(
-            _output_tensors(decoder, work), folder, max_shard_size_bytes=settings.max_shard_size_bytes
+        output_bytes = writer.publish(
+            folder,
+            _output_tensors(decoder, work),
+            decoder=decoder,
+            schemes=schemes,
+            kept=kept,
+            max_shard_size_bytes=settings.max_shard_size_bytes,
         )
-        _write_config(decoder, folder, writer.quantization_config(scheme, kept))
         for path in sorted(model_folder.iterdir()):
             if path.is_file() and path.name not in _WRITTEN_ANEW and not path.name.endswith(_NOT_COPIED):
                 shutil.copyfile(path, folder / path.name)
@@ -148,13 +150,6 @@ def _output_tensors(decoder: StreamedDecoder, work: WorkFolder) -> list[StoredTe
     for index in range(len(decoder.blocks)):
         ordered += stored_tensors(work.file(index)).values()
     return ordered + [in_source[decoder.stored_name(name)].renamed(name) for name in after]
-
-
-def _write_config(decoder: StreamedDecoder, folder: Path, quantization_config: dict[str, Any]) -> None:
-    config = json.loads((decoder.folder / "config.json").read_text(encoding="utf-8"))
-    if "dtype" not in config and "torch_dtype" not in config:
-        config["dtype"] = str(decoder.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {**config, "quantization_config": quantization_config})
 
 
 def _fingerprint(decoder: StreamedDecoder, settings: QuantizeSettings, samples: CalibrationSamples | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from finetune.quant.methods import QuantizedWeight
 from finetune.quant.scheme import WeightArgs
 
 SERIAL_ELEMENTS = 2**15 - 1
@@ -20,10 +21,17 @@ def grouped(weight_OI: Tensor, weights: WeightArgs) -> Tensor:
     return weight_OI.unflatten(1, (weights.num_groups(weight_OI.shape[1]), -1))
 
 
-def dequantize(codes_OI: Tensor, scale_OG: Tensor) -> Tensor:
+def dequantize(codes_OI: Tensor, scale_OG: Tensor, zero_point_OG: Tensor | None = None) -> Tensor:
     """The weight in the scale's dtype, by the operations (and so the rounding) of compressed-tensors."""
     codes_OGK = codes_OI.unflatten(1, (scale_OG.shape[1], -1)).to(scale_OG.dtype)
+    if zero_point_OG is not None:
+        codes_OGK = codes_OGK - zero_point_OG.unsqueeze(-1).to(scale_OG.dtype)
     return (codes_OGK * scale_OG.unsqueeze(-1)).flatten(1)
+
+
+def weight_values(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """weight_OI in ``dtype``, as a plain load in ``dtype`` computes it from the stored form."""
+    return dequantize(weight.codes, weight.scale.to(dtype), weight.zero_point)
 
 
 def nearest_codes_(scaled: Tensor, weights: WeightArgs) -> Tensor:

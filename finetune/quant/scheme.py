@@ -10,21 +10,26 @@ Strategy = Literal["group", "channel"]
 
 @dataclass(frozen=True)
 class WeightArgs:
-    """Weights of a Linear, stored as ``num_bits`` integers with one scale a group of input features (or a row)."""
+    """Weights of a layer, stored as codes of ``num_bits`` with one scale a group of input features (or a row).
+
+    Codes of type ``int`` are signed whole numbers: weight = (code - zero_point) * scale, the zero point 0 where
+    ``symmetric``. Those of ``nf4`` and ``fp4`` (0..15) are looked up in bitsandbytes' table, which the scale stretches.
+    """
 
     num_bits: int
     symmetric: bool
     strategy: Strategy
     group_size: int | None
     """Input features that share a scale; None with strategy ``channel``, where a whole row shares it."""
+    type: Literal["int", "nf4", "fp4"] = "int"
 
     @property
     def code_min(self) -> int:
-        return -(2 ** (self.num_bits - 1))
+        return -(2 ** (self.num_bits - 1)) if self.type == "int" else 0
 
     @property
     def code_max(self) -> int:
-        return 2 ** (self.num_bits - 1) - 1
+        return 2 ** (self.num_bits - 1) - 1 if self.type == "int" else 2**self.num_bits - 1
 
     def num_groups(self, in_features: int) -> int:
         return 1 if self.group_size is None else in_features // self.group_size
@@ -32,12 +37,13 @@ class WeightArgs:
 
 @dataclass(frozen=True)
 class ActivationArgs:
-    """Inputs of a Linear, rounded at run time with one symmetric scale a token, found from that token."""
+    """Inputs of a layer, rounded to integers with a symmetric scale: one a token, found at run time, or one a layer."""
 
     num_bits: int
     symmetric: bool = True
-    strategy: Literal["token"] = "token"
+    strategy: Literal["token", "tensor"] = "token"
     dynamic: bool = True
+    """Whether the scale is found at run time; else calibration finds it and it is stored."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +51,40 @@ class QuantScheme:
     name: str
     weights: WeightArgs
     activations: ActivationArgs | None
-    format: str
-    """The storage format inside compressed-tensors: ``pack-quantized`` or ``int-quantized``."""
+    formats: tuple[str, ...]
+    """The storage formats (names of ``finetune.quant.writers``) that hold it, the default first."""
 
+
+def _int(num_bits: int, group_size: int | None) -> WeightArgs:
+    return WeightArgs(num_bits, True, "channel" if group_size is None else "group", group_size)
+
+
+_PACKED = ("compressed-tensors", "gptq", "gguf")
 
 SCHEMES = {
-    "w4a16": QuantScheme("w4a16", WeightArgs(4, True, "group", 128), None, "pack-quantized"),
-    "w8a16": QuantScheme("w8a16", WeightArgs(8, True, "channel", None), None, "pack-quantized"),
-    "w8a8": QuantScheme("w8a8", WeightArgs(8, True, "channel", None), ActivationArgs(8), "int-quantized"),
+    scheme.name: scheme
+    for scheme in (
+        QuantScheme("w4a16", _int(4, 128), None, _PACKED),
+        QuantScheme("w8a16", _int(8, None), None, _PACKED),
+        QuantScheme("w3a16", _int(3, 128), None, ("compressed-tensors", "gptq")),
+        QuantScheme("w2a16", _int(2, 64), None, ("compressed-tensors", "gptq")),
+        QuantScheme("w8a8", _int(8, None), ActivationArgs(8), ("compressed-tensors",)),
+        QuantScheme(
+            "w8a8_static",
+            _int(8, None),
+            ActivationArgs(8, strategy="tensor", dynamic=False),
+            ("compressed-tensors",),
+        ),
+        QuantScheme("nf4", WeightArgs(4, True, "group", 64, "nf4"), None, ("bitsandbytes",)),
+        QuantScheme("fp4", WeightArgs(4, True, "group", 64, "fp4"), None, ("bitsandbytes",)),
+        QuantScheme("llm_int8", _int(8, None), None, ("bitsandbytes",)),
+    )
 }
 
 
-def scheme_with(name: str, *, group_size: int | None) -> QuantScheme:
+def scheme_with(name: str, *, group_size: int | None, symmetric: bool = True) -> QuantScheme:
     """The named scheme with its weights grouped by ``group_size`` (None: one scale a row)."""
     scheme = SCHEMES[name]
     strategy: Strategy = "channel" if group_size is None else "group"
-    return replace(scheme, weights=replace(scheme.weights, strategy=strategy, group_size=group_size))
+    weights = replace(scheme.weights, strategy=strategy, group_size=group_size, symmetric=symmetric)
+    return replace(scheme, weights=weights)

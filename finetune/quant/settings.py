@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -12,7 +13,7 @@ from finetune.config.size import parse_size
 from finetune.data.settings import DatasetSettings
 from finetune.errors import RecipeError, did_you_mean
 from finetune.quant import methods
-from finetune.quant.scheme import SCHEMES
+from finetune.quant.scheme import SCHEMES, QuantScheme, scheme_with
 
 
 class CalibrationSettings(Section):
@@ -25,15 +26,50 @@ class CalibrationSettings(Section):
     """Sequences in one forward; changes memory and speed."""
 
 
+class OverrideSettings(Section):
+    """Layers that are stored otherwise than the rest; of several entries that name a layer, the last one counts."""
+
+    layers: list[str] = Field(min_length=1)
+    """As in ``ignore``: full names, last parts, names of modules around them, globs, ``re:`` patterns."""
+    scheme: str
+    group_size: int | None = Field(None, gt=0)
+    """Default: the scheme's own."""
+    symmetric: bool = True
+
+    @property
+    def quant_scheme(self) -> QuantScheme:
+        return scheme_with(self.scheme, group_size=self.group_size, symmetric=self.symmetric)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_group_size(cls, value: Any) -> Any:
+        return _with_group_size(value, None)
+
+    @field_validator("scheme")
+    @classmethod
+    def _known_scheme(cls, value: str) -> str:
+        return _known(value, SCHEMES)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        _check_weights(self.scheme, self.group_size, symmetric=self.symmetric)
+        return self
+
+
 class QuantizeSettings(Section):
     scheme: str = "w4a16"
-    """What is stored: w4a16 (int4 weights), w8a16 (int8 weights), w8a8 (int8 weights, int8 inputs a token)."""
+    """What is stored: weights of 4, 3, 2 or 8 bits (w4a16, w3a16, w2a16, w8a16), int8 weights and inputs (w8a8 with a
+    scale a token, w8a8_static with one a layer), or bitsandbytes' nf4, fp4, llm_int8."""
+    format: str | None = None
+    """How it is stored: compressed-tensors, gptq, gguf or bitsandbytes. Default: the scheme's first."""
     method: str = "gptq"
     """How the codes are found: gptq (needs calibration) or rtn (round to nearest, needs none)."""
     group_size: int | None = Field(None, gt=0)
     """Input features that share a scale. Default 128 for w4a16; null, one scale an output channel, for 8 bits."""
     symmetric: bool = True
-    """Without a zero point. Asymmetric weights are refused: plain transformers can't load them."""
+    """False: each group of weights has a zero point besides its scale."""
+    overrides: list[OverrideSettings] = Field(default_factory=list)
+    """Layers with another scheme. Layers that one kernel computes together (q, k and v; gate and up) must agree."""
     ignore: list[str] = Field(["lm_head"])
     """Linear layers kept as they are: a full name, its last part, a name above it, a glob, or ``re:`` a pattern."""
     calibration: CalibrationSettings | None = None
@@ -56,35 +92,17 @@ class QuantizeSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_group_size(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "group_size" not in value:
-            scheme = SCHEMES.get(value.get("scheme", "w4a16"))
-            return {**value, "group_size": scheme.weights.group_size if scheme else None}
-        return value
+        return _with_group_size(value, "w4a16")
 
     @field_validator("scheme")
     @classmethod
     def _known_scheme(cls, value: str) -> str:
-        if value not in SCHEMES:
-            raise ValueError(did_you_mean(value, SCHEMES))
-        return value
+        return _known(value, SCHEMES)
 
     @field_validator("method")
     @classmethod
     def _known_method(cls, value: str) -> str:
-        names = [module.name for module in pkgutil.iter_modules(methods.__path__)]
-        if value not in names:
-            raise ValueError(did_you_mean(value, names))
-        return value
-
-    @field_validator("symmetric")
-    @classmethod
-    def _no_zero_points(cls, value: bool) -> bool:
-        if not value:
-            raise ValueError(
-                "asymmetric weights are refused, because plain transformers can't load their packed zero points "
-                "(they don't fit the shape that compressed-tensors prepares); leave `symmetric` true"
-            )
-        return value
+        return _known(value, [module.name for module in pkgutil.iter_modules(methods.__path__)])
 
     @field_validator("max_shard_size")
     @classmethod
@@ -97,8 +115,44 @@ class QuantizeSettings(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.scheme == "w8a8" and self.group_size is not None:
-            raise ValueError("w8a8 has one scale an output channel: int8 kernels take no group_size; leave it out")
+        _check_weights(self.scheme, self.group_size, symmetric=self.symmetric)
+        for scheme in (self.scheme, *(override.scheme for override in self.overrides)):
+            if self.format_name not in SCHEMES[scheme].formats:
+                raise ValueError(
+                    f"format {self.format_name} doesn't hold {scheme}; {scheme} can be stored as "
+                    + ", ".join(SCHEMES[scheme].formats)
+                )
         if self.method != "rtn" and self.calibration is None:
             raise ValueError(f"method {self.method} needs `calibration:` data; add it, or use `method: rtn`")
         return self
+
+    @property
+    def format_name(self) -> str:
+        return self.format or SCHEMES[self.scheme].formats[0]
+
+    @property
+    def quant_scheme(self) -> QuantScheme:
+        return scheme_with(self.scheme, group_size=self.group_size, symmetric=self.symmetric)
+
+
+def _with_group_size(value: Any, default_scheme: str | None) -> Any:
+    if isinstance(value, dict) and "group_size" not in value:
+        scheme = SCHEMES.get(str(value.get("scheme", default_scheme)))
+        return {**value, "group_size": scheme.weights.group_size if scheme else None}
+    return value
+
+
+def _known(value: str, names: Iterable[str]) -> str:
+    if value not in names:
+        raise ValueError(did_you_mean(value, names))
+    return value
+
+
+def _check_weights(scheme: str, group_size: int | None, *, symmetric: bool) -> None:
+    kind = SCHEMES[scheme]
+    if kind.activations is not None and group_size is not None:
+        raise ValueError(f"{scheme} has one scale an output channel: int8 kernels take no group_size; leave it out")
+    if kind.activations is not None and not symmetric:
+        raise ValueError(f"{scheme} is symmetric: int8 kernels take no zero points; leave `symmetric` out")
+    if kind.formats == ("bitsandbytes",) and (group_size != kind.weights.group_size or not symmetric):
+        raise ValueError(f"bitsandbytes fixes the blocks of {scheme}; leave `group_size` and `symmetric` out")

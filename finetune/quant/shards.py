@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import write_file, write_json
+from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.source import INDEX_NAME, SINGLE_NAME
 
 _COPY_BYTES = 2**24
@@ -102,3 +103,11 @@ def _write_shard(tensors: Sequence[StoredTensor], path: Path) -> None:
                         left -= len(piece)
 
     write_file(path, write)
+
+
+def write_model_config(decoder: StreamedDecoder, folder: Path, *, quantization_config: dict[str, Any]) -> None:
+    """The source's config.json, with how its layers are quantized."""
+    config = json.loads((decoder.folder / "config.json").read_text(encoding="utf-8"))
+    if "dtype" not in config and "torch_dtype" not in config:
+        config["dtype"] = str(decoder.dtype).removeprefix("torch.")
+    write_json(folder / "config.json", {**config, "quantization_config": quantization_config})

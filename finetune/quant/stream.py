@@ -7,9 +7,9 @@ Each block sees the inputs that the quantized blocks before it give, so it makes
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,8 +19,8 @@ from finetune.errors import CheckpointError, RecipeError
 from finetune.quant.activations import HessianSum, quantized_inputs, run_and_catch, shared_inputs
 from finetune.quant.decoder import BlockCall, StreamedDecoder
 from finetune.quant.methods import METHODS, QuantizedWeight
-from finetune.quant.scales import dequantize, relative_error
-from finetune.quant.scheme import QuantScheme
+from finetune.quant.scales import relative_error, weight_values
+from finetune.quant.scheme import ActivationArgs, QuantScheme
 from finetune.quant.smoothing import smooth_block
 
 CALIBRATION_DTYPE = torch.bfloat16
@@ -73,8 +73,10 @@ class BlockQuantizer:
     """How every block is quantized."""
 
     decoder: StreamedDecoder
-    targets: list[str]
-    scheme: QuantScheme
+    schemes: Mapping[str, QuantScheme]
+    """Of each layer to quantize, by its full name, in the model's order."""
+    scale_dtypes: Mapping[QuantScheme, torch.dtype]
+    """In which the storage format keeps scales."""
     method: str
     damp: float
     act_order: bool
@@ -84,17 +86,23 @@ class BlockQuantizer:
 
     def layers_of(self, index: int) -> list[str]:
         prefix = self.decoder.block_name(index) + "."
-        return [name.removeprefix(prefix) for name in self.targets if name.startswith(prefix)]
+        return [name.removeprefix(prefix) for name in self.schemes if name.startswith(prefix)]
+
+    def scheme_of(self, index: int, layer: str) -> QuantScheme:
+        return self.schemes[f"{self.decoder.block_name(index)}.{layer}"]
+
+    def _activations(self, index: int, layers: Iterable[str]) -> dict[str, ActivationArgs | None]:
+        return {name: self.scheme_of(index, name).activations for name in layers}
 
     @contextmanager
     def quantized_block(self, index: int, result: BlockResult, *, dtype: torch.dtype) -> Iterator[nn.Module]:
         """The block as a plain load in ``dtype`` would compute it: dequantized weights, rounded inputs."""
         tensors = dict(result.tensors)
         for name, weight in result.quantized.items():
-            tensors[f"{name}.weight"] = dequantize(weight.codes, weight.scale.to(dtype))
+            tensors[f"{name}.weight"] = weight_values(weight, dtype)
         with self.decoder.block(index, tensors, dtype=dtype) as block:
             layers = {name: block.get_submodule(name) for name in result.quantized}
-            with quantized_inputs(layers, self.scheme.activations):
+            with quantized_inputs(layers, self._activations(index, layers)):
                 yield block
 
     @torch.no_grad()
@@ -114,7 +122,8 @@ class BlockQuantizer:
             with self.decoder.block(index, tensors, dtype=stream.dtype) as block:
                 self._quantize_in_order(block, index, wanted, stream, tensors, quantized, report)
         rest = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in quantized}
-        return BlockResult(rest, quantized, sorted(report, key=lambda entry: self.targets.index(entry["layer"])))
+        order = list(self.schemes)
+        return BlockResult(rest, quantized, sorted(report, key=lambda entry: order.index(entry["layer"])))
 
     def _quantize_in_order(
         self,
@@ -137,7 +146,8 @@ class BlockQuantizer:
                 fix="put it in `ignore`",
             )
         smoothed: set[str] = set()
-        if self.smoothing is not None and self.scheme.activations is not None:
+        rounds_inputs = any(self._activations(index, wanted).values())
+        if self.smoothing is not None and rounds_inputs:
             chunks = stream.chunks()
             smoothed = smooth_block(
                 block,
@@ -145,22 +155,28 @@ class BlockQuantizer:
                 run=lambda position: next(chunks[position].forward(block, index, device)),
                 masks=stream.masks,
                 strength=None if self.smoothing == "search" else self.smoothing,
-                scheme=self.scheme,
+                scheme=self.scheme_of(index, wanted[0]),
             )
+        groups = [part for group in groups for part in self._by_scheme(index, group)]
         stages = [[group] for group in groups] if self.true_sequential else [groups]
         for stage in stages:
             done = {name: layers[name] for name in quantized}
-            with quantized_inputs(done, self.scheme.activations):
+            with quantized_inputs(done, self._activations(index, done)):
                 hessians = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream)
             for group in stage:
                 self._quantize_layers(group, hessians[group[0]], tensors, quantized, report, index)
                 for name in group:
                     weight = quantized[name]
-                    stored_OI = dequantize(weight.codes, weight.scale.to(stream.dtype))
-                    layers[name].weight = nn.Parameter(stored_OI, requires_grad=False)
-        if self.smoothing is not None and self.scheme.activations is not None:
+                    layers[name].weight = nn.Parameter(weight_values(weight, stream.dtype), requires_grad=False)
+        if self.smoothing is not None and rounds_inputs:
             for entry in report:
                 entry["smoothed"] = entry["layer"].removeprefix(self.decoder.block_name(index) + ".") in smoothed
+
+    def _by_scheme(self, index: int, group: list[str]) -> list[list[str]]:
+        parts: dict[QuantScheme, list[str]] = {}
+        for name in group:
+            parts.setdefault(self.scheme_of(index, name), []).append(name)
+        return list(parts.values())
 
     def _hessians(
         self, block: nn.Module, index: int, layers: dict[str, nn.Linear], stream: Stream
@@ -191,7 +207,8 @@ class BlockQuantizer:
         report: list[dict[str, Any]],
         index: int,
     ) -> None:
-        """Quantize layers that read one input as one matrix: their rows don't see each other."""
+        """Quantize layers of one input and scheme as one matrix: their rows don't see each other."""
+        scheme = self.scheme_of(index, group[0])
         started = time.perf_counter()
         weights = {name: tensors[f"{name}.weight"].to(self.decoder.device, torch.float32) for name in group}
         for name, weight_OI in weights.items():
@@ -204,21 +221,23 @@ class BlockQuantizer:
         result = METHODS[self.method].quantize(
             torch.cat(list(weights.values())),
             hessian_II,
-            weights=self.scheme.weights,
-            scale_dtype=self.decoder.dtype,
+            weights=scheme.weights,
+            scale_dtype=self.scale_dtypes[scheme],
             damp=self.damp,
             act_order=self.act_order,
         )
         seconds = (time.perf_counter() - started) / len(group)
         sizes = [len(weight_OI) for weight_OI in weights.values()]
-        parts = zip(result.codes.split(sizes), result.scale.split(sizes), strict=True)
-        for (name, weight_OI), (codes_OI, scale_OG) in zip(weights.items(), parts, strict=True):
-            quantized[name] = QuantizedWeight(codes_OI, scale_OG, result.damp, result.clip)
+        zero_points = [None] * len(sizes) if result.zero_point is None else result.zero_point.split(sizes)
+        parts = zip(result.codes.split(sizes), result.scale.split(sizes), zero_points, strict=True)
+        for (name, weight_OI), (codes_OI, scale_OG, zero_point_OG) in zip(weights.items(), parts, strict=True):
+            quantized[name] = replace(result, codes=codes_OI, scale=scale_OG, zero_point=zero_point_OG)
+            values_OI = weight_values(quantized[name], torch.float32)
             report.append(
                 {
                     "layer": f"{self.decoder.block_name(index)}.{name}",
-                    "scheme": self.scheme.name,
-                    "relative_error": relative_error(weight_OI, dequantize(codes_OI, scale_OG.float()), hessian_II),
+                    "scheme": scheme.name,
+                    "relative_error": relative_error(weight_OI, values_OI, hessian_II),
                     "damp": result.damp,
                     "clip": result.clip,
                     "seconds": round(seconds, 3),

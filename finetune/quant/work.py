@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ class WorkFolder:
     ``fingerprint`` names everything that decides the blocks' bytes; a folder of another fingerprint is emptied.
     """
 
-    def __init__(self, out: Path, fingerprint: str, *, writer: Writer, scheme: QuantScheme) -> None:
+    def __init__(self, out: Path, fingerprint: str, *, writer: Writer, schemes: Mapping[str, QuantScheme]) -> None:
         self.folder = out.with_name(out.name + ".work")
         self._writer = writer
-        self._scheme = scheme
+        self._schemes = schemes
         state = self.folder / _STATE_NAME
         if not state.is_file() or json.loads(state.read_text(encoding="utf-8")) != {"fingerprint": fingerprint}:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -39,7 +40,8 @@ class WorkFolder:
     def save(self, index: int, block_name: str, result: BlockResult) -> None:
         tensors = {f"{block_name}.{name}": tensor.contiguous() for name, tensor in result.tensors.items()}
         for layer, weight in result.quantized.items():
-            tensors.update(self._writer.tensors(f"{block_name}.{layer}", weight, self._scheme))
+            full_name = f"{block_name}.{layer}"
+            tensors.update(self._writer.tensors(full_name, weight, self._schemes[full_name]))
         tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         metadata = {"format": "pt", "report": json.dumps(result.report)}
         write_file(self.file(index), lambda temporary: save_file(tensors, temporary, metadata=metadata))
@@ -52,8 +54,11 @@ class WorkFolder:
                 report: list[dict[str, Any]] = json.loads(stored.metadata()["report"])
         except (SafetensorError, FileNotFoundError):
             return None
-        quantized = {layer: self._writer.read(f"{block_name}.{layer}", tensors, self._scheme) for layer in layers}
-        taken = {name for layer in layers for name in self._writer.tensor_names(f"{block_name}.{layer}", self._scheme)}
+        quantized, taken = {}, set()
+        for layer in layers:
+            full_name = f"{block_name}.{layer}"
+            quantized[layer] = self._writer.read(full_name, tensors, self._schemes[full_name])
+            taken |= set(self._writer.tensor_names(full_name, self._schemes[full_name]))
         rest = {name.removeprefix(block_name + "."): value for name, value in tensors.items() if name not in taken}
         return BlockResult(rest, quantized, report)
 

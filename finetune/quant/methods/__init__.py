@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """The stored form of a weight: ``codes * scale``, each scale over its group of input features."""
+    """The stored form of a weight: ``(codes - zero_point) * scale``, each scale over its group of input features."""
 
     codes: Tensor
     """int8 (O, I), within the scheme's range."""
     scale: Tensor
     """(O, G), in the dtype in which it is stored; may be negative, never 0."""
+    zero_point: Tensor | None = None
+    """int8 (O, G), within the range of the codes; None for symmetric weights."""
+    input_scale: Tensor | None = None
+    """(1,), in the dtype in which it is stored: the scale of the layer's input where the scheme keeps a static one."""
     damp: float | None = None
     """Fraction of the mean of the Hessian's diagonal that was added to it; None where no Hessian was used."""
     clip: dict[str, float] = field(default_factory=dict)
