@@ -16,25 +16,32 @@ from typing import Any
 import torch
 
 from finetune.errors import CheckpointError, FinetuneError
-from finetune.model.load import load_config, load_model
+from finetune.export.loaders import loader_of
+from finetune.model.load import load_config
 from finetune.model.probe import check_probe, probe_input_ids, read_probe
 
 
 def check_load(folder: Path) -> dict[str, Any]:
-    """Load ``folder`` with plain transformers on the CPU and run it.
+    """Load ``folder`` on the CPU and run it: with plain transformers, or as ``loaders.LOADERS`` has it.
 
     Loaded first as it is stored, which must give finite logits; then, where the probe was computed otherwise, as the
     probe was: in float32, whose logits tell far smaller faults than bfloat16 ones, and with activations left in floats
-    where the scheme quantizes them. Returns {"dtype" (as stored), "probe": figures of ``check_probe``, None without}.
+    where the scheme quantizes them. Returns {"loader" (its name), "dtype" (as stored), "probe": figures of
+    ``check_probe``, None without}.
     Raises CheckpointError for a folder that doesn't load whole, logits that aren't finite or differ from the probe.
     """
     probe = read_probe(folder)
     config = load_config(folder)
     input_ids = probe.input_ids if probe else probe_input_ids(config.get_text_config().vocab_size)
-    model: Any = load_model(folder, dtype="auto", device="cpu")  # type: ignore[arg-type]
+    loader = loader_of(config)
+    model: Any = loader.load(folder, "auto")
     stored_dtype = model.dtype
     logits_TV = _logits(folder, model, input_ids)
-    report: dict[str, Any] = {"dtype": str(stored_dtype).removeprefix("torch."), "probe": None}
+    report: dict[str, Any] = {
+        "loader": loader.name,
+        "dtype": str(stored_dtype).removeprefix("torch."),
+        "probe": None,
+    }
     if probe is None:
         return report
     probe_dtype = getattr(torch, probe.dtype)
@@ -44,7 +51,7 @@ def check_load(folder: Path) -> dict[str, Any]:
         return report
     if rounds_activations or probe_dtype != stored_dtype:
         del model
-        model = load_model(folder, dtype=probe_dtype, device="cpu")
+        model = loader.load(folder, probe_dtype)
         if rounds_activations:
             _leave_activations(model)
         logits_TV = _logits(folder, model, input_ids)
