@@ -5,7 +5,7 @@ Shapes: B sequences, S tokens each, D hidden size, V vocabulary, T tokens of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,12 +178,29 @@ class StreamedDecoder:
                 calls.append(by_shape.setdefault(ids_BS.shape, [tap.call for tap in taps]))
         return hidden, calls
 
-    @torch.no_grad()
-    def logits(self, ids_T: Tensor, hidden_1TD: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """logits_TV of what left the last block: final norm, head and whatever else the model does after them."""
-        taps = [_Tap(block, hidden_1TD.to(self.device)) for block in self.blocks]
+    @contextmanager
+    def head(self, *, dtype: torch.dtype) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Within: what the model does after its last block (norm, head, softcapping) as a function.
+
+        It takes hidden_BSD as they leave the last block to logits_BSV in ``dtype``, on this decoder's device.
+        """
+        taps = [_Tap(block, None) for block in self.blocks]
+
+        def logits(hidden_BSD: Tensor) -> Tensor:
+            for tap in taps:
+                tap.output_BSD = hidden_BSD.to(self.device, dtype)
+            # The ids only make embeddings that the taps drop.
+            ids_BS = torch.zeros(hidden_BSD.shape[:2], dtype=torch.int64, device=self.device)
+            with torch.no_grad():
+                return self.model(input_ids=ids_BS, use_cache=False).logits
+
         with self._outer(dtype, taps):
-            return self.model(input_ids=ids_T.unsqueeze(0).to(self.device), use_cache=False).logits[0].cpu()
+            yield logits
+
+    def logits(self, hidden_1TD: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """logits_TV, on the cpu, of one sequence that left the last block."""
+        with self.head(dtype=dtype) as head:
+            return head(hidden_1TD)[0].cpu()
 
 
 def fill_module(module: nn.Module, tensors: dict[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> None:

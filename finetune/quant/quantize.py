@@ -129,7 +129,7 @@ def _quantize_blocks(
             with quantizer.quantized_block(index, result, dtype=stream.dtype) as block:
                 stream.advance(block, index, decoder.device)
     del stream
-    return report, probe_ids, decoder.logits(torch.tensor(probe_ids), probe.hidden[0], dtype=PROBE_DTYPE)
+    return report, probe_ids, decoder.logits(probe.hidden[0], dtype=PROBE_DTYPE)
 
 
 def _calibration_stream(decoder: StreamedDecoder, samples: CalibrationSamples, micro_batch_size: int) -> Stream:
