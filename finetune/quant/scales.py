@@ -31,7 +31,9 @@ def dequantize(codes_OI: Tensor, scale_OG: Tensor, zero_point_OG: Tensor | None 
 
 def weight_values(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """weight_OI in ``dtype``, as a plain load in ``dtype`` computes it from the stored form."""
-    return dequantize(weight.codes, weight.scale.to(dtype), weight.zero_point)
+    if weight.zero_point is not None:  # loaders dequantize these before they cast, so they round to the scale's dtype
+        return dequantize(weight.codes, weight.scale, weight.zero_point).to(dtype)
+    return dequantize(weight.codes, weight.scale.to(dtype))
 
 
 def nearest_codes_(scaled: Tensor, weights: WeightArgs) -> Tensor:
@@ -54,7 +56,7 @@ def extreme_scales(weight_OI: Tensor, weights: WeightArgs, scale_dtype: torch.dt
     weight_OGK = grouped(weight_OI, weights)
     high_OG, low_OG = weight_OGK.amax(-1), weight_OGK.amin(-1)
     extreme_OG = torch.where(high_OG > -low_OG, high_OG, low_OG)
-    return _stored(extreme_OG / weights.code_min, scale_dtype)
+    return stored_scales(extreme_OG / weights.code_min, scale_dtype)
 
 
 def searched_scales(
@@ -75,7 +77,7 @@ def searched_scales(
         best_error_OG = torch.full_like(full_OG, torch.inf)
         best_scale_OG = torch.empty_like(full_OG)
         for ratio in [*ratios, *(-ratio for ratio in ratios)]:
-            scale_OG = _stored(full_OG * ratio, scale_dtype).float()
+            scale_OG = stored_scales(full_OG * ratio, scale_dtype).float()
             scale_OG1 = scale_OG.unsqueeze(-1)
             error_OGK = nearest_codes_(weight_OGK / scale_OG1, weights)
             error_OGK.mul_(scale_OG1).sub_(weight_OGK).square_().mul_(importance_GK)
@@ -90,7 +92,7 @@ def searched_scales(
     return scale_OG.to(scale_dtype), clip
 
 
-def _stored(scale_OG: Tensor, scale_dtype: torch.dtype) -> Tensor:
+def stored_scales(scale_OG: Tensor, scale_dtype: torch.dtype) -> Tensor:
     """Rounded to the stored dtype; 1 where that would be 0 (a group of zeros, or of weights too small for it)."""
     stored_OG = scale_OG.to(scale_dtype)
     return torch.where(stored_OG == 0, torch.ones_like(stored_OG), stored_OG)

@@ -14,6 +14,7 @@ from torch import Tensor
 from finetune.quant.methods import METHODS, QuantizedWeight, QuantMethod
 from finetune.quant.scales import nearest_codes_, searched_scales
 from finetune.quant.scheme import WeightArgs
+from finetune.quant.zero_points import searched_scales_and_zero_points, shifted
 
 COLUMN_BLOCK, ROW_BLOCK = 32, 1000
 """Columns rounded before their error is passed on to all later ones in one matrix product, and rows done at once: a
@@ -43,7 +44,14 @@ def quantize_gptq(
     assert torch.isfinite(hessian_II).all(), "the caller refuses inputs that aren't finite"
     energy_I = hessian_II.diagonal()
     # An input that is always zero says nothing about its weights: let a sliver of the mean keep them in the search.
-    scale_OG, clip = searched_scales(weight_OI, energy_I + 1e-4 * energy_I.mean(), weights, scale_dtype, CLIP_RATIOS)
+    importance_I = energy_I + 1e-4 * energy_I.mean()
+    zero_point_OG = None
+    if weights.symmetric:
+        scale_OG, clip = searched_scales(weight_OI, importance_I, weights, scale_dtype, CLIP_RATIOS)
+    else:
+        search = searched_scales_and_zero_points
+        scale_OG, zero_point_OG, clip = search(weight_OI, importance_I, weights, scale_dtype, CLIP_RATIOS)
+        weight_OI = shifted(weight_OI, scale_OG, zero_point_OG)
     order_I = (
         torch.argsort(energy_I, descending=True, stable=True)
         if act_order
@@ -63,7 +71,7 @@ def quantize_gptq(
         for _ in range(DESCENT_PASSES if energy_I.any() else 0):
             _descend(weight_IO, codes_IO, scale_IO, damped_II, weights)
         codes_OI[rows, order_I] = codes_IO.T.to(torch.int8)
-    return QuantizedWeight(codes=codes_OI, scale=scale_OG, damp=damp_used, clip=clip)
+    return QuantizedWeight(codes=codes_OI, scale=scale_OG, zero_point=zero_point_OG, damp=damp_used, clip=clip)
 
 
 def inverse_cholesky(hessian_II: Tensor, *, damp: float) -> tuple[Tensor, float]:
