@@ -20,26 +20,62 @@ def fake_quantize_tokens(hidden_BSI: Tensor, activations: ActivationArgs) -> Ten
     The operations and their order (scale = largest magnitude over half the range, rounded to the dtype) are those of
     compressed-tensors, so that the result has its rounding too.
     """
-    half_range = (2**activations.num_bits - 1) / 2
     low_BS1, high_BS1 = hidden_BSI.amin(-1, keepdim=True), hidden_BSI.amax(-1, keepdim=True)
-    scale_BS1 = torch.maximum(low_BS1.clamp_max(0).abs(), high_BS1.clamp_min(0)) / half_range
+    scale_BS1 = torch.maximum(low_BS1.clamp_max(0).abs(), high_BS1.clamp_min(0)) / _half_range(activations)
     scale_BS1 = torch.where(scale_BS1 == 0, torch.finfo(hidden_BSI.dtype).eps, scale_BS1)
+    return fake_quantize(hidden_BSI, scale_BS1, activations)
+
+
+def fake_quantize(hidden_BSI: Tensor, scale: Tensor, activations: ActivationArgs) -> Tensor:
+    """Rounded to codes of ``scale`` (which broadcasts, in the input's dtype) and back."""
     code_max = 2 ** (activations.num_bits - 1) - 1
-    return (hidden_BSI / scale_BS1).clamp_(-code_max - 1, code_max).round_() * scale_BS1
+    return (hidden_BSI / scale).clamp_(-code_max - 1, code_max).round_() * scale
+
+
+def static_scale(largest: float, activations: ActivationArgs, dtype: torch.dtype) -> Tensor:
+    """(1,) in ``dtype``, the scale under which an input of magnitude ``largest`` takes the last code."""
+    return torch.tensor([largest / _half_range(activations) or 1.0]).to(dtype)
+
+
+def fake_quantize_inputs(hidden_NI: Tensor, activations: ActivationArgs) -> Tensor:
+    """Rounded as ``activations`` has it; a static scale is taken from these inputs themselves."""
+    if activations.dynamic:
+        return fake_quantize_tokens(hidden_NI, activations)
+    scale = static_scale(hidden_NI.abs().max().item(), activations, hidden_NI.dtype)
+    return fake_quantize(hidden_NI, scale.to(hidden_NI.device), activations)
+
+
+def _half_range(activations: ActivationArgs) -> float:
+    return (2**activations.num_bits - 1) / 2
+
+
+@dataclass(frozen=True)
+class InputRounding:
+    """How a layer's input is rounded at inference."""
+
+    activations: ActivationArgs
+    scale: Tensor | None
+    """(1,), where it is static."""
+
+    def __call__(self, hidden_BSI: Tensor) -> Tensor:
+        if self.activations.dynamic:
+            return fake_quantize_tokens(hidden_BSI, self.activations)
+        assert self.scale is not None, "a static scale is found before the layer is run quantized"
+        return fake_quantize(hidden_BSI, self.scale.to(hidden_BSI.device, hidden_BSI.dtype), self.activations)
 
 
 @contextmanager
-def quantized_inputs(layers: Mapping[str, nn.Module], how: Mapping[str, ActivationArgs | None]) -> Iterator[None]:
+def quantized_inputs(layers: Mapping[str, nn.Module], how: Mapping[str, InputRounding | None]) -> Iterator[None]:
     """Within: the inputs of ``layers`` are rounded as they will be at inference, each as ``how`` has it (None: not)."""
 
-    def round_input(activations: ActivationArgs, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (fake_quantize_tokens(args[0], activations), *args[1:])
+    def round_input(rounding: InputRounding, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (rounding(args[0]), *args[1:])
 
     with ExitStack() as stack:
         for name, layer in layers.items():
-            activations = how[name]
-            if activations is not None:
-                stack.callback(layer.register_forward_pre_hook(partial(round_input, activations)).remove)
+            rounding = how[name]
+            if rounding is not None:
+                stack.callback(layer.register_forward_pre_hook(partial(round_input, rounding)).remove)
         yield
 
 
@@ -83,11 +119,12 @@ def shared_inputs(layers: Mapping[str, nn.Module], forward: Any) -> list[list[st
 
 @dataclass
 class HessianSum:
-    """Running sum of x xᵀ over tokens, in float32."""
+    """Running sum of x xᵀ over tokens, in float32, and the largest magnitude in them."""
 
     in_features: int
     device: torch.device | str = "cpu"
     num_tokens: int = 0
+    largest: float = 0.0
     total: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +134,7 @@ class HessianSum:
         """Add the tokens that ``mask_BS`` keeps (all of them where it is None)."""
         hidden_NI = hidden_BSI.flatten(0, -2) if mask_BS is None else hidden_BSI[mask_BS.to(hidden_BSI.device)]
         self.num_tokens += len(hidden_NI)
+        self.largest = max(self.largest, hidden_NI.abs().max().item())
         with exact_products(hidden_NI.dtype):
             hidden_NI = hidden_NI.float()
             self.total.addmm_(hidden_NI.T, hidden_NI)

@@ -122,6 +122,12 @@ class QuantizeSettings(Section):
                     f"format {self.format_name} doesn't hold {scheme}; {scheme} can be stored as "
                     + ", ".join(SCHEMES[scheme].formats)
                 )
+        activations = [SCHEMES[name].activations for name in (self.scheme, *(entry.scheme for entry in self.overrides))]
+        if self.calibration is None and any(args is not None and not args.dynamic for args in activations):
+            raise ValueError(
+                "w8a8_static needs `calibration:` data, which its inputs' scales are found on; set `calibration.data`, "
+                "or `scheme: w8a8`, which needs none"
+            )
         if self.method != "rtn" and self.calibration is None:
             raise ValueError(f"method {self.method} needs `calibration:` data; add it, or use `method: rtn`")
         return self

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.quant.activations import fake_quantize_tokens, run_and_catch
+from finetune.quant.activations import fake_quantize_inputs, run_and_catch
 from finetune.quant.scales import dequantize, extreme_scales, round_to_codes
 from finetune.quant.scheme import QuantScheme
 
@@ -108,7 +108,7 @@ def searched_factors(largest_I: Tensor, weights: list[Tensor], sample_NI: Tensor
 
     An input's range is its largest value or its root mean square, whichever does better: a down projection's few huge
     tokens say little about the others (a quarter less error by the latter). The error is that of rounding to nearest:
-    weights by their rows' extremes, inputs ``sample_NI`` by their tokens'.
+    weights by their rows' extremes, inputs ``sample_NI`` by their tokens', or by their own where the scale is static.
     """
     assert scheme.activations is not None
     weight_OI = torch.cat([weight.to(sample_NI.device, torch.float32) for weight in weights])
@@ -123,7 +123,7 @@ def searched_factors(largest_I: Tensor, weights: list[Tensor], sample_NI: Tensor
         scaled_OI = weight_OI * factor_I
         scale_O1 = extreme_scales(scaled_OI, scheme.weights, torch.float32)
         rounded_OI = dequantize(round_to_codes(scaled_OI, scale_O1, scheme.weights), scale_O1)
-        rounded_NI = fake_quantize_tokens(sample_NI / factor_I, scheme.activations)
+        rounded_NI = fake_quantize_inputs(sample_NI / factor_I, scheme.activations)
         errors.append(float((rounded_NI @ rounded_OI.T - exact_NO).square().mean()))
     return candidates[errors.index(min(errors))]
 

@@ -7,7 +7,7 @@ Each block sees the inputs that the quantized blocks before it give, so it makes
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,11 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import CheckpointError, RecipeError
-from finetune.quant.activations import HessianSum, quantized_inputs, run_and_catch, shared_inputs
+from finetune.quant.activations import (
+    HessianSum,
+    InputRounding,
+    quantized_inputs,
+    run_and_catch,
+    shared_inputs,
+    static_scale,
+)
 from finetune.quant.decoder import BlockCall, StreamedDecoder
 from finetune.quant.methods import METHODS, QuantizedWeight
 from finetune.quant.scales import relative_error, weight_values
-from finetune.quant.scheme import ActivationArgs, QuantScheme
+from finetune.quant.scheme import QuantScheme
 from finetune.quant.smoothing import smooth_block
 
 CALIBRATION_DTYPE = torch.bfloat16
@@ -91,8 +98,12 @@ class BlockQuantizer:
     def scheme_of(self, index: int, layer: str) -> QuantScheme:
         return self.schemes[f"{self.decoder.block_name(index)}.{layer}"]
 
-    def _activations(self, index: int, layers: Iterable[str]) -> dict[str, ActivationArgs | None]:
-        return {name: self.scheme_of(index, name).activations for name in layers}
+    def _input_roundings(self, index: int, quantized: Mapping[str, QuantizedWeight]) -> dict[str, InputRounding | None]:
+        roundings: dict[str, InputRounding | None] = {}
+        for name, weight in quantized.items():
+            activations = self.scheme_of(index, name).activations
+            roundings[name] = None if activations is None else InputRounding(activations, weight.input_scale)
+        return roundings
 
     @contextmanager
     def quantized_block(self, index: int, result: BlockResult, *, dtype: torch.dtype) -> Iterator[nn.Module]:
@@ -102,7 +113,7 @@ class BlockQuantizer:
             tensors[f"{name}.weight"] = weight_values(weight, dtype)
         with self.decoder.block(index, tensors, dtype=dtype) as block:
             layers = {name: block.get_submodule(name) for name in result.quantized}
-            with quantized_inputs(layers, self._activations(index, layers)):
+            with quantized_inputs(layers, self._input_roundings(index, result.quantized)):
                 yield block
 
     @torch.no_grad()
@@ -146,8 +157,8 @@ class BlockQuantizer:
                 fix="put it in `ignore`",
             )
         smoothed: set[str] = set()
-        rounds_inputs = any(self._activations(index, wanted).values())
-        if self.smoothing is not None and rounds_inputs:
+        rounding = [scheme for name in wanted if (scheme := self.scheme_of(index, name)).activations is not None]
+        if self.smoothing is not None and rounding:
             chunks = stream.chunks()
             smoothed = smooth_block(
                 block,
@@ -155,20 +166,20 @@ class BlockQuantizer:
                 run=lambda position: next(chunks[position].forward(block, index, device)),
                 masks=stream.masks,
                 strength=None if self.smoothing == "search" else self.smoothing,
-                scheme=self.scheme_of(index, wanted[0]),
+                scheme=rounding[0],
             )
         groups = [part for group in groups for part in self._by_scheme(index, group)]
         stages = [[group] for group in groups] if self.true_sequential else [groups]
         for stage in stages:
             done = {name: layers[name] for name in quantized}
-            with quantized_inputs(done, self._activations(index, done)):
-                hessians = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream)
+            with quantized_inputs(done, self._input_roundings(index, quantized)):
+                inputs = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream)
             for group in stage:
-                self._quantize_layers(group, hessians[group[0]], tensors, quantized, report, index)
+                self._quantize_layers(group, inputs[group[0]], tensors, quantized, report, index)
                 for name in group:
                     weight = quantized[name]
                     layers[name].weight = nn.Parameter(weight_values(weight, stream.dtype), requires_grad=False)
-        if self.smoothing is not None and rounds_inputs:
+        if self.smoothing is not None and rounding:
             for entry in report:
                 entry["smoothed"] = entry["layer"].removeprefix(self.decoder.block_name(index) + ".") in smoothed
 
@@ -180,7 +191,7 @@ class BlockQuantizer:
 
     def _hessians(
         self, block: nn.Module, index: int, layers: dict[str, nn.Linear], stream: Stream
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, HessianSum]:
         sums = {name: HessianSum(layer.in_features, self.decoder.device) for name, layer in layers.items()}
         for chunk in stream.chunks():
 
@@ -188,20 +199,19 @@ class BlockQuantizer:
                 sums[name].add(hidden_BSI, mask_BS)
 
             run_and_catch(layers, lambda chunk=chunk: list(chunk.forward(block, index, self.decoder.device)), add)
-        means = {name: total.mean() for name, total in sums.items()}
-        for name, hessian_II in means.items():
-            if not torch.isfinite(hessian_II).all():
+        for name, total in sums.items():
+            if not torch.isfinite(total.mean()).all():
                 raise CheckpointError(
                     f"the inputs of {self.decoder.block_name(index)}.{name} aren't finite on the calibration data",
                     where=self.decoder.folder,
                     fix="the model overflows or holds NaN: evaluate it before quantizing it",
                 )
-        return means
+        return sums
 
     def _quantize_layers(
         self,
         group: list[str],
-        hessian_II: Tensor | None,
+        inputs: HessianSum | None,
         tensors: dict[str, Tensor],
         quantized: dict[str, QuantizedWeight],
         report: list[dict[str, Any]],
@@ -209,6 +219,7 @@ class BlockQuantizer:
     ) -> None:
         """Quantize layers of one input and scheme as one matrix: their rows don't see each other."""
         scheme = self.scheme_of(index, group[0])
+        hessian_II = None if inputs is None else inputs.mean()
         started = time.perf_counter()
         weights = {name: tensors[f"{name}.weight"].to(self.decoder.device, torch.float32) for name in group}
         for name, weight_OI in weights.items():
@@ -218,14 +229,27 @@ class BlockQuantizer:
                     where=self.decoder.folder,
                     fix="fetch the model again, or train it again from a good checkpoint",
                 )
+        scale_dtype = self.scale_dtypes[scheme]
+        largest_weight = torch.finfo(scale_dtype).max * scheme.weights.code_max / 2
+        for name, weight_OI in weights.items():
+            if weight_OI.abs().max() > largest_weight:
+                raise CheckpointError(
+                    f"the weight of {self.decoder.block_name(index)}.{name} reaches {weight_OI.abs().max():.3g}: its "
+                    f"scale doesn't fit into {str(scale_dtype).removeprefix('torch.')}",
+                    where=self.decoder.folder,
+                    fix="put the layer in `ignore`, or choose a format that keeps scales in the model's dtype",
+                )
         result = METHODS[self.method].quantize(
             torch.cat(list(weights.values())),
             hessian_II,
             weights=scheme.weights,
-            scale_dtype=self.scale_dtypes[scheme],
+            scale_dtype=scale_dtype,
             damp=self.damp,
             act_order=self.act_order,
         )
+        if scheme.activations is not None and not scheme.activations.dynamic:
+            assert inputs is not None, "the settings ask for calibration data"
+            result = replace(result, input_scale=static_scale(inputs.largest, scheme.activations, scale_dtype))
         seconds = (time.perf_counter() - started) / len(group)
         sizes = [len(weight_OI) for weight_OI in weights.values()]
         zero_points = [None] * len(sizes) if result.zero_point is None else result.zero_point.split(sizes)

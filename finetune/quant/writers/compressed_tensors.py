@@ -1,20 +1,24 @@
 """The compressed-tensors format, which plain transformers and vLLM load: ``pack-quantized`` and ``int-quantized``.
 
 pack-quantized: ``weight_packed`` int32 (O, ceil(I * bits / 32)), codes moved to 0.. and laid from the lowest bits of
-each word up; ``weight_scale`` (O, G) in the model's dtype; ``weight_shape`` int64 [O, I].
-int-quantized: ``weight`` int8 (O, I) and ``weight_scale`` (O, 1).
+each word up; ``weight_scale`` (O, G) in the model's dtype; ``weight_shape`` int64 [O, I]; asymmetric
+``weight_zero_point`` int32 (ceil(O * bits / 32), G), packed down the columns.
+int-quantized: ``weight`` int8 (O, I) and ``weight_scale`` (O, 1); ``input_scale`` (1,) where it is static.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from finetune.errors import RecipeError
+from finetune.errors import MissingDependencyError, RecipeError
+from finetune.model.packed import pack_words, unpack_words
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.methods import QuantizedWeight
 from finetune.quant.scheme import QuantScheme
@@ -23,21 +27,13 @@ from finetune.quant.writers import WRITERS
 
 
 def pack_codes(codes_OI: Tensor, num_bits: int) -> Tensor:
-    """int8 codes → int32 words (O, ceil(I * num_bits / 32)), for 4 and 8 bits; a last word is filled with zero bits."""
-    codes_OI = codes_OI.to(torch.int32) + 2 ** (num_bits - 1)
-    per_word = 32 // num_bits
-    codes_OI = torch.nn.functional.pad(codes_OI, (0, -codes_OI.shape[1] % per_word))
-    words_OW = torch.zeros(codes_OI.shape[0], codes_OI.shape[1] // per_word, dtype=torch.int32, device=codes_OI.device)
-    for position in range(per_word):
-        words_OW |= codes_OI[:, position::per_word] << (position * num_bits)
-    return words_OW
+    """int8 codes → int32 words (O, ceil(I * num_bits / 32)); a last word is filled with zero bits."""
+    return pack_words(codes_OI.to(torch.int32) + 2 ** (num_bits - 1), num_bits)
 
 
 def unpack_codes(words_OW: Tensor, num_bits: int, in_features: int) -> Tensor:
     """The inverse of ``pack_codes``: int8 codes (O, in_features)."""
-    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
-    codes_OI = ((words_OW.unsqueeze(-1) >> shifts) & (2**num_bits - 1)).flatten(1)[:, :in_features]
-    return (codes_OI - 2 ** (num_bits - 1)).to(torch.int8)
+    return (unpack_words(words_OW, num_bits, in_features) - 2 ** (num_bits - 1)).to(torch.int8)
 
 
 def packing(scheme: QuantScheme) -> str:
@@ -47,38 +43,61 @@ def packing(scheme: QuantScheme) -> str:
 
 class CompressedTensorsWriter:
     def check(self, decoder: StreamedDecoder, schemes: Mapping[str, QuantScheme]) -> None:
-        if not all(scheme.weights.symmetric for scheme in schemes.values()):
+        distinct = set(schemes.values())
+        if any(scheme.weights.num_bits not in (2, 4, 8) for scheme in distinct):
+            _require_dense_packing()
+        if all(scheme.weights.symmetric for scheme in distinct):
+            return
+        if len(distinct) > 1:
             raise RecipeError(
-                "asymmetric weights can't be stored as compressed-tensors: plain transformers can't load their packed "
-                "zero points (they don't fit the shape that compressed-tensors prepares)",
-                fix="choose a symmetric scheme",
+                "asymmetric weights beside another scheme can't be stored as compressed-tensors: transformers loads "
+                "packed zero points only by dequantizing every layer, and does that by the first scheme alone",
+                where="overrides",
+                fix="use one scheme for all layers, `symmetric: true`, or `format: gptq`, which holds both",
             )
+        _require_dequantizing_load()
 
     def scale_dtype(self, scheme: QuantScheme, model_dtype: torch.dtype) -> torch.dtype:
         return model_dtype
 
     def tensors(self, layer: str, weight: QuantizedWeight, scheme: QuantScheme) -> dict[str, Tensor]:
-        scale_OG = weight.scale.contiguous()
+        tensors = {f"{layer}.weight_scale": weight.scale.contiguous()}
         if packing(scheme) == "int-quantized":
-            return {f"{layer}.weight": weight.codes.contiguous(), f"{layer}.weight_scale": scale_OG}
-        return {
-            f"{layer}.weight_packed": pack_codes(weight.codes, scheme.weights.num_bits),
-            f"{layer}.weight_scale": scale_OG,
-            f"{layer}.weight_shape": torch.tensor(weight.codes.shape),
-        }
+            tensors[f"{layer}.weight"] = weight.codes.contiguous()
+        else:
+            tensors[f"{layer}.weight_packed"] = pack_codes(weight.codes, scheme.weights.num_bits)
+            tensors[f"{layer}.weight_shape"] = torch.tensor(weight.codes.shape)
+        if weight.zero_point is not None:
+            words_GW = pack_codes(weight.zero_point.T, scheme.weights.num_bits)
+            tensors[f"{layer}.weight_zero_point"] = words_GW.T.contiguous()
+        if weight.input_scale is not None:
+            # Layers that read one input share the tensor, which safetensors doesn't save twice.
+            tensors[f"{layer}.input_scale"] = weight.input_scale.clone()
+        return tensors
 
     def read(self, layer: str, tensors: dict[str, Tensor], scheme: QuantScheme) -> QuantizedWeight:
         scale_OG = tensors[f"{layer}.weight_scale"]
         if packing(scheme) == "int-quantized":
-            return QuantizedWeight(tensors[f"{layer}.weight"], scale_OG)
-        in_features = int(tensors[f"{layer}.weight_shape"][1])
-        codes_OI = unpack_codes(tensors[f"{layer}.weight_packed"], scheme.weights.num_bits, in_features)
-        return QuantizedWeight(codes_OI, scale_OG)
+            return QuantizedWeight(
+                tensors[f"{layer}.weight"], scale_OG, input_scale=tensors.get(f"{layer}.input_scale")
+            )
+        num_bits = scheme.weights.num_bits
+        out_features, in_features = tensors[f"{layer}.weight_shape"].tolist()
+        zero_point_OG = None
+        if not scheme.weights.symmetric:
+            words_WG = tensors[f"{layer}.weight_zero_point"]
+            zero_point_OG = unpack_codes(words_WG.T, num_bits, out_features).T.contiguous()
+        codes_OI = unpack_codes(tensors[f"{layer}.weight_packed"], num_bits, in_features)
+        return QuantizedWeight(codes_OI, scale_OG, zero_point_OG)
 
     def tensor_names(self, layer: str, scheme: QuantScheme) -> list[str]:
         parts = ["weight", "weight_scale"]
         if packing(scheme) == "pack-quantized":
             parts = ["weight_packed", "weight_scale", "weight_shape"]
+        if not scheme.weights.symmetric:
+            parts.append("weight_zero_point")
+        if scheme.activations is not None and not scheme.activations.dynamic:
+            parts.append("input_scale")
         return [f"{layer}.{part}" for part in parts]
 
     def publish(
@@ -92,47 +111,109 @@ class CompressedTensorsWriter:
         max_shard_size_bytes: int,
     ) -> int:
         total = write_shards(tensors, folder, max_shard_size_bytes=max_shard_size_bytes)
-        config = self.quantization_config(next(iter(schemes.values())), kept)
-        write_model_config(decoder, folder, quantization_config=config)
+        write_model_config(decoder, folder, quantization_config=self.quantization_config(schemes, kept))
         return total
 
-    def quantization_config(self, scheme: QuantScheme, ignore: list[str]) -> dict[str, Any]:
+    def quantization_config(self, schemes: Mapping[str, QuantScheme], kept: list[str]) -> dict[str, Any]:
+        """One config group a scheme. One scheme for all has the target ``Linear``, several name their layers."""
         import compressed_tensors
-        from compressed_tensors.quantization import (
-            QuantizationArgs,
-            QuantizationConfig,
-            QuantizationScheme,
-            QuantizationStatus,
-        )
+        from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 
-        weights = QuantizationArgs(
-            num_bits=scheme.weights.num_bits,
-            type="int",
-            symmetric=scheme.weights.symmetric,
-            strategy=scheme.weights.strategy,
-            group_size=scheme.weights.group_size,
-            dynamic=False,
-        )
-        activations = None
-        if scheme.activations is not None:
-            activations = QuantizationArgs(
-                num_bits=scheme.activations.num_bits,
-                type="int",
-                symmetric=scheme.activations.symmetric,
-                strategy=scheme.activations.strategy,
-                dynamic=scheme.activations.dynamic,
+        layers: dict[QuantScheme, list[str]] = {}
+        for name, scheme in schemes.items():
+            layers.setdefault(scheme, []).append(name)
+        groups = {
+            f"group_{index}": QuantizationScheme(
+                targets=["Linear"] if len(layers) == 1 else exact_patterns(names),
+                weights=_weight_args(scheme),
+                input_activations=_activation_args(scheme),
+                format=packing(scheme),
             )
-        group = QuantizationScheme(
-            targets=["Linear"], weights=weights, input_activations=activations, format=packing(scheme)
-        )
+            for index, (scheme, names) in enumerate(layers.items())
+        }
+        formats = {packing(scheme) for scheme in layers}
         config = QuantizationConfig(
-            config_groups={"group_0": group},
+            config_groups=groups,
             # Without this status the file loads without an error, as if its codes were float weights.
             quantization_status=QuantizationStatus.COMPRESSED,
-            format=packing(scheme),
-            ignore=ignore,
+            format=formats.pop() if len(formats) == 1 else "mixed-precision",
+            ignore=kept,
         )
-        return {"version": compressed_tensors.__version__, **config.model_dump(mode="json")}
+        written = {"version": compressed_tensors.__version__, **config.model_dump(mode="json")}
+        if not all(scheme.weights.symmetric for scheme in layers):
+            # Without it transformers makes room for zero points that aren't packed, and refuses packed ones.
+            written["dequantize"] = True
+        return written
+
+
+def exact_patterns(names: Iterable[str]) -> list[str]:
+    """``re:`` patterns that match these names and no other: one for all layers that differ in a block's number alone.
+
+    Both compressed-tensors and vLLM match from a name's start and not to its end: without the `$`, `layers.1` would hit
+    `layers.10` too.
+    """
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        found = re.search(r"\.\d+(?=\.)", name)
+        before, number, after = (name[: found.start()], found[0][1:], name[found.end() :]) if found else (name, "", "")
+        numbers.setdefault((before, after), []).append(number)
+    patterns = []
+    for (before, after), found_numbers in numbers.items():
+        if found_numbers == [""]:
+            patterns.append(f"re:{re.escape(before)}$")
+        else:
+            patterns.append(rf"re:{re.escape(before)}\.({'|'.join(found_numbers)}){re.escape(after)}$")
+    return patterns
+
+
+def _weight_args(scheme: QuantScheme) -> Any:
+    from compressed_tensors.quantization import QuantizationArgs
+
+    return QuantizationArgs(
+        num_bits=scheme.weights.num_bits,
+        type="int",
+        symmetric=scheme.weights.symmetric,
+        strategy=scheme.weights.strategy,
+        group_size=scheme.weights.group_size,
+        dynamic=False,
+    )
+
+
+def _activation_args(scheme: QuantScheme) -> Any:
+    from compressed_tensors.quantization import QuantizationArgs
+
+    if scheme.activations is None:
+        return None
+    return QuantizationArgs(
+        num_bits=scheme.activations.num_bits,
+        type="int",
+        symmetric=scheme.activations.symmetric,
+        strategy=scheme.activations.strategy,
+        dynamic=scheme.activations.dynamic,
+    )
+
+
+def _require_dense_packing() -> None:
+    """Earlier versions of compressed-tensors leave the bits that don't hold a whole code unused."""
+    import compressed_tensors
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    codes_OI = torch.arange(32, dtype=torch.int8).remainder(8).sub(4).unsqueeze(0)
+    if not torch.equal(pack_to_int32(codes_OI, 3), pack_codes(codes_OI, 3)):
+        raise MissingDependencyError(
+            f"compressed-tensors {compressed_tensors.__version__} packs 3-bit weights another way than later versions",
+            fix="pip install --upgrade compressed-tensors",
+        )
+
+
+def _require_dequantizing_load() -> None:
+    import transformers
+
+    if "dequantize" not in inspect.signature(transformers.CompressedTensorsConfig.__init__).parameters:
+        raise MissingDependencyError(
+            f"transformers {transformers.__version__} can't load packed zero points, which asymmetric weights have",
+            fix="pip install --upgrade transformers, or set `symmetric: true` or `format: gptq`",
+        )
 
 
 WRITERS.register("compressed-tensors")(CompressedTensorsWriter())
