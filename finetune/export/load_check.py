@@ -49,7 +49,7 @@ def check_load(folder: Path) -> dict[str, Any]:
     if rounds_activations and not probe.float_activations:
         report["probe"] = _require_agreement(folder, logits_TV, quantized_activations=True)
         return report
-    if rounds_activations or probe_dtype != stored_dtype:
+    if loader.rounds or rounds_activations or probe_dtype != stored_dtype:
         del model
         model = loader.load(folder, probe_dtype)
         if rounds_activations:

@@ -124,7 +124,8 @@ def load_model(
                 fix="the weight files and config.json must belong to one model",
             )
     model = model.to(device).eval()
-    if getattr(model.config, "quantization_config", None) is not None:
+    quantization = getattr(model.config, "quantization_config", None)
+    if getattr(quantization, "quant_method", None) == "compressed-tensors":
         with redirect_stderr(io.StringIO()), torch.inference_mode():
             # Packed weights are unpacked here, at the first forward.
             model(torch.zeros((1, 1), dtype=torch.int64, device=device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from finetune.quant.block_types import BLOCK_TYPES
 from finetune.quant.methods import QuantizedWeight
 from finetune.quant.scheme import WeightArgs
 
@@ -31,6 +32,8 @@ def dequantize(codes_OI: Tensor, scale_OG: Tensor, zero_point_OG: Tensor | None 
 
 def weight_values(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """weight_OI in ``dtype``, as a plain load in ``dtype`` computes it from the stored form."""
+    if weight.type != "int":
+        return BLOCK_TYPES[weight.type].values(weight, dtype)
     if weight.zero_point is not None:  # loaders dequantize these before they cast, so they round to the scale's dtype
         return dequantize(weight.codes, weight.scale, weight.zero_point).to(dtype)
     return dequantize(weight.codes, weight.scale.to(dtype))

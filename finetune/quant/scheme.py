@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Strategy = Literal["group", "channel"]
+WeightType = Literal["int", "nf4", "fp4", "llm_int8", "q4_k"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class WeightArgs:
     """Weights of a layer, stored as codes of ``num_bits`` with one scale a group of input features (or a row).
 
     Codes of type ``int`` are signed whole numbers: weight = (code - zero_point) * scale, the zero point 0 where
-    ``symmetric``. Those of ``nf4`` and ``fp4`` (0..15) are looked up in bitsandbytes' table, which the scale stretches.
+    ``symmetric``. The other types have a rule of their own, see ``finetune.quant.block_types``.
     """
 
     num_bits: int
@@ -21,7 +22,7 @@ class WeightArgs:
     strategy: Strategy
     group_size: int | None
     """Input features that share a scale; None with strategy ``channel``, where a whole row shares it."""
-    type: Literal["int", "nf4", "fp4"] = "int"
+    type: WeightType = "int"
 
     @property
     def code_min(self) -> int:
@@ -53,6 +54,8 @@ class QuantScheme:
     activations: ActivationArgs | None
     formats: tuple[str, ...]
     """The storage formats (names of ``finetune.quant.writers``) that hold it, the default first."""
+    methods: tuple[str, ...] | None = None
+    """The methods that can find its codes, the default first; None: every one."""
 
 
 def _int(num_bits: int, group_size: int | None) -> WeightArgs:
@@ -75,9 +78,10 @@ SCHEMES = {
             ActivationArgs(8, strategy="tensor", dynamic=False),
             ("compressed-tensors",),
         ),
-        QuantScheme("nf4", WeightArgs(4, True, "group", 64, "nf4"), None, ("bitsandbytes",)),
-        QuantScheme("fp4", WeightArgs(4, True, "group", 64, "fp4"), None, ("bitsandbytes",)),
-        QuantScheme("llm_int8", _int(8, None), None, ("bitsandbytes",)),
+        QuantScheme("nf4", WeightArgs(4, True, "group", 64, "nf4"), None, ("bitsandbytes",), ("rtn",)),
+        QuantScheme("fp4", WeightArgs(4, True, "group", 64, "fp4"), None, ("bitsandbytes",), ("rtn",)),
+        QuantScheme("llm_int8", WeightArgs(8, True, "channel", None, "llm_int8"), None, ("bitsandbytes",), ("rtn",)),
+        QuantScheme("q4_k", WeightArgs(4, True, "group", 32, "q4_k"), None, ("gguf",), ("rtn",)),
     )
 }
 

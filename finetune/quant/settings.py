@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,13 +15,18 @@ from finetune.errors import RecipeError, did_you_mean
 from finetune.quant import methods
 from finetune.quant.scheme import SCHEMES, QuantScheme, scheme_with
 
+GGUF_GROUP_SIZE = 32
+"""Weights of a block of llama.cpp's types Q4_0 and Q8_0."""
+
 
 class CalibrationSettings(Section):
-    data: list[DatasetSettings] = Field(min_length=1)
-    """Where the calibration text comes from; conversations are rendered by the model's own chat template."""
+    data: list[DatasetSettings] = Field(default_factory=list)
+    """Where the calibration text comes from; conversations are rendered by the model's own chat template. In a recipe,
+    by default, what the model was trained on."""
     num_samples: int = Field(128, gt=0)
     """Sequences of ``max_seq_length`` tokens; rows are joined, so a short row costs nothing and none is dropped."""
-    max_seq_length: int = Field(512, gt=0)
+    max_seq_length: int = Field(512, ge=2)
+    """Tokens of one sequence. In a recipe that calibrates on the training data, at most that training's by default."""
     micro_batch_size: int = Field(8, gt=0)
     """Sequences in one forward; changes memory and speed."""
 
@@ -57,15 +62,20 @@ class OverrideSettings(Section):
 
 
 class QuantizeSettings(Section):
+    calibration_is_complete: ClassVar[bool] = True
+    """False where the data to calibrate on may be filled in later."""
+
     scheme: str = "w4a16"
     """What is stored: weights of 4, 3, 2 or 8 bits (w4a16, w3a16, w2a16, w8a16), int8 weights and inputs (w8a8 with a
-    scale a token, w8a8_static with one a layer), or bitsandbytes' nf4, fp4, llm_int8."""
+    scale a token, w8a8_static with one a layer), bitsandbytes' nf4, fp4, llm_int8, or llama.cpp's q4_k."""
     format: str | None = None
     """How it is stored: compressed-tensors, gptq, gguf or bitsandbytes. Default: the scheme's first."""
     method: str = "gptq"
-    """How the codes are found: gptq (needs calibration) or rtn (round to nearest, needs none)."""
+    """How the codes are found: gptq (needs calibration) or rtn (round to nearest, needs none). nf4, fp4, llm_int8 and
+    q4_k have a rule of their own and know rtn only, which is their default."""
     group_size: int | None = Field(None, gt=0)
-    """Input features that share a scale. Default 128 for w4a16; null, one scale an output channel, for 8 bits."""
+    """Input features that share a scale. Default 128 for w4a16; null, one scale an output channel, for 8 bits; 32 in
+    the format gguf, which knows no other."""
     symmetric: bool = True
     """False: each group of weights has a zero point besides its scale."""
     overrides: list[OverrideSettings] = Field(default_factory=list)
@@ -73,6 +83,7 @@ class QuantizeSettings(Section):
     ignore: list[str] = Field(["lm_head"])
     """Linear layers kept as they are: a full name, its last part, a name above it, a glob, or ``re:`` a pattern."""
     calibration: CalibrationSettings | None = None
+    """Text for the methods and the int8 inputs that need some, and for the figures of the report."""
     damp: float = Field(0.01, gt=0, le=1)
     """Added to the Hessian's diagonal, as a fraction of its mean; raised (and reported) when that isn't enough."""
     act_order: bool = True
@@ -84,6 +95,9 @@ class QuantizeSettings(Section):
     ``search`` chooses for each input."""
     max_shard_size: str = "5GB"
     """Size limit of one weight file of the result."""
+    verify: bool = True
+    """Load the result in a fresh process and compare its logits before it gets its place. It takes the memory of the
+    whole model in float32, which quantizing doesn't."""
 
     @property
     def max_shard_size_bytes(self) -> int:
@@ -92,7 +106,7 @@ class QuantizeSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_group_size(cls, value: Any) -> Any:
-        return _with_group_size(value, "w4a16")
+        return _with_group_size(_with_method(value), "w4a16")
 
     @field_validator("scheme")
     @classmethod
@@ -117,20 +131,43 @@ class QuantizeSettings(Section):
     def _fits_together(self) -> Self:
         _check_weights(self.scheme, self.group_size, symmetric=self.symmetric)
         for scheme in (self.scheme, *(override.scheme for override in self.overrides)):
+            methods = SCHEMES[scheme].methods
+            if methods is not None and self.method not in methods:
+                raise ValueError(f"{scheme} finds its codes by a rule of its own: set `method: {methods[0]}`")
             if self.format_name not in SCHEMES[scheme].formats:
                 raise ValueError(
                     f"format {self.format_name} doesn't hold {scheme}; {scheme} can be stored as "
                     + ", ".join(SCHEMES[scheme].formats)
                 )
-        activations = [SCHEMES[name].activations for name in (self.scheme, *(entry.scheme for entry in self.overrides))]
-        if self.calibration is None and any(args is not None and not args.dynamic for args in activations):
+        if self.calibration_is_complete:
+            self.check_calibration()
+        return self
+
+    def check_calibration(self) -> None:
+        """Raise ValueError where there is no data to calibrate on and some is needed."""
+        if self.calibration is not None and not self.calibration.data:
+            raise ValueError("`calibration` has no text; set `calibration.data`")
+        if self.calibration is None and self.method == "rtn" and self.needs_calibration:
             raise ValueError(
                 "w8a8_static needs `calibration:` data, which its inputs' scales are found on; set `calibration.data`, "
                 "or `scheme: w8a8`, which needs none"
             )
-        if self.method != "rtn" and self.calibration is None:
-            raise ValueError(f"method {self.method} needs `calibration:` data; add it, or use `method: rtn`")
-        return self
+        if self.needs_calibration and self.calibration is None:
+            raise ValueError(
+                f"method {self.method} needs `calibration:` data; set `calibration.data`, or `method: rtn` to use none"
+            )
+
+    @property
+    def needs_calibration(self) -> bool:
+        schemes = (self.scheme, *(override.scheme for override in self.overrides))
+        kept_scales = [args for scheme in schemes if (args := SCHEMES[scheme].activations) and not args.dynamic]
+        return self.method != "rtn" or bool(kept_scales)
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether data changes the result: to round int8 inputs well takes some, whatever the method."""
+        schemes = (self.scheme, *(override.scheme for override in self.overrides))
+        return self.needs_calibration or any(SCHEMES[scheme].activations is not None for scheme in schemes)
 
     @property
     def format_name(self) -> str:
@@ -144,7 +181,15 @@ class QuantizeSettings(Section):
 def _with_group_size(value: Any, default_scheme: str | None) -> Any:
     if isinstance(value, dict) and "group_size" not in value:
         scheme = SCHEMES.get(str(value.get("scheme", default_scheme)))
-        return {**value, "group_size": scheme.weights.group_size if scheme else None}
+        group_size = scheme.weights.group_size if scheme else None
+        return {**value, "group_size": GGUF_GROUP_SIZE if value.get("format") == "gguf" else group_size}
+    return value
+
+
+def _with_method(value: Any) -> Any:
+    scheme = SCHEMES.get(str(value.get("scheme"))) if isinstance(value, dict) else None
+    if scheme is not None and scheme.methods is not None and "method" not in value:
+        return {**value, "method": scheme.methods[0]}
     return value
 
 
@@ -160,5 +205,5 @@ def _check_weights(scheme: str, group_size: int | None, *, symmetric: bool) -> N
         raise ValueError(f"{scheme} has one scale an output channel: int8 kernels take no group_size; leave it out")
     if kind.activations is not None and not symmetric:
         raise ValueError(f"{scheme} is symmetric: int8 kernels take no zero points; leave `symmetric` out")
-    if kind.formats == ("bitsandbytes",) and (group_size != kind.weights.group_size or not symmetric):
-        raise ValueError(f"bitsandbytes fixes the blocks of {scheme}; leave `group_size` and `symmetric` out")
+    if kind.weights.type != "int" and (group_size != kind.weights.group_size or not symmetric):
+        raise ValueError(f"{scheme} comes with blocks of its own; leave `group_size` and `symmetric` out")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from finetune.config.registry import Registry
+from finetune.quant.scheme import WeightType
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """The stored form of a weight: ``(codes - zero_point) * scale``, each scale over its group of input features."""
+    """The stored form of a weight: ``(codes - zero_point) * scale``, each scale over its group of input features.
+
+    Types other than ``int`` give codes and scale a meaning of their own, see ``finetune.quant.block_types``.
+    """
 
     codes: Tensor
     """int8 (O, I), within the scheme's range."""
@@ -27,6 +31,7 @@ class QuantizedWeight:
     """int8 (O, G), within the range of the codes; None for symmetric weights."""
     input_scale: Tensor | None = None
     """(1,), in the dtype in which it is stored: the scale of the layer's input where the scheme keeps a static one."""
+    type: WeightType = "int"
     damp: float | None = None
     """Fraction of the mean of the Hessian's diagonal that was added to it; None where no Hessian was used."""
     clip: dict[str, float] = field(default_factory=dict)

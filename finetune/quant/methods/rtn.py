@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from finetune.quant.block_types import BLOCK_TYPES
 from finetune.quant.methods import METHODS, QuantizedWeight, QuantMethod
 from finetune.quant.scales import extreme_scales, round_to_codes
 from finetune.quant.scheme import WeightArgs
@@ -24,6 +25,8 @@ def quantize_rtn(
     act_order: bool,
 ) -> QuantizedWeight:
     """Codes nearest to float32 ``weight_OI``; the other arguments belong to methods that use data."""
+    if weights.type != "int":
+        return BLOCK_TYPES[weights.type].quantize(weight_OI)
     if weights.symmetric:
         scale_OG = extreme_scales(weight_OI, weights, scale_dtype)
         return QuantizedWeight(codes=round_to_codes(weight_OI, scale_OG, weights), scale=scale_OG)
