@@ -67,6 +67,7 @@ def _bitsandbytes(folder: Path, dtype: Dtype) -> Any:
     return model.eval()
 
 
+LOADERS["gptq"] = Loader("transformers, weights decoded by finetune", _plain)
 LOADERS["bitsandbytes"] = Loader("transformers, bitsandbytes", _bitsandbytes, rounds=True)
 
 

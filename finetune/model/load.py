@@ -15,10 +15,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import CheckpointError, HubError, RecipeError
 
@@ -95,20 +97,28 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model of ``folder`` on ``device``, in evaluation mode; "auto" is the dtype it is stored in.
 
+    Plain transformers loads it. Weights in the GPTQ format are dequantized first (``model.gptq``), without gptqmodel.
     Raises CheckpointError when weights are missing, left over, or of another shape than the configuration says.
     """
-    load_config(folder)
+    config = load_config(folder)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "local_files_only": True,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
+    load: Any = AutoModelForCausalLM.from_pretrained
+    source: Path | None = folder
+    if _quantization_method(config) == "gptq":
+        # With weights at hand from_pretrained takes no folder, but a model's own class.
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        load, source = model_class.from_pretrained, None
+        options |= _gptq_as_floats(folder, config, dtype)
     try:
         # compressed-tensors draws progress bars at a load and at the first forward, terminal or not, unasked.
         with redirect_stderr(io.StringIO()):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            loaded: Any = load(source, **options)
     except Exception as cause:
         raise CheckpointError(
             f"transformers can't load the model: {cause}", where=folder, fix="check that every weight file is whole"
@@ -123,6 +133,8 @@ def load_model(
                 where=folder,
                 fix="the weight files and config.json must belong to one model",
             )
+    if source is None and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     model = model.to(device).eval()
     quantization = getattr(model.config, "quantization_config", None)
     if getattr(quantization, "quant_method", None) == "compressed-tensors":
@@ -130,6 +142,23 @@ def load_model(
             # Packed weights are unpacked here, at the first forward.
             model(torch.zeros((1, 1), dtype=torch.int64, device=device))
     return model
+
+
+def _quantization_method(config: PreTrainedConfig) -> str | None:
+    quantization = getattr(config, "quantization_config", None)
+    return quantization.get("quant_method") if isinstance(quantization, dict) else None
+
+
+def _gptq_as_floats(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | Literal["auto"]) -> dict[str, Any]:
+    """Options of ``from_pretrained`` for a folder in the GPTQ format."""
+    from finetune.model.gptq import float_weights
+
+    quantization = config.quantization_config
+    del config.quantization_config
+    stored_dtype: Any = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    transposed = [name for name, module in meta_model(config).named_modules() if isinstance(module, Conv1D)]
+    weights = float_weights(folder, quantization, dtype=stored_dtype, transposed=transposed)
+    return {"config": config, "state_dict": weights, "dtype": stored_dtype}
 
 
 def meta_model(

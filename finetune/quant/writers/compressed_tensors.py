@@ -9,8 +9,7 @@ int-quantized: ``weight`` int8 (O, I) and ``weight_scale`` (O, 1); ``input_scale
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from finetune.errors import MissingDependencyError, RecipeError
 from finetune.model.packed import pack_words, unpack_words
 from finetune.quant.decoder import StreamedDecoder
+from finetune.quant.layer_patterns import exact_patterns
 from finetune.quant.methods import QuantizedWeight
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.shards import StoredTensor, write_model_config, write_shards
@@ -53,7 +53,7 @@ class CompressedTensorsWriter:
                 "asymmetric weights beside another scheme can't be stored as compressed-tensors: transformers loads "
                 "packed zero points only by dequantizing every layer, and does that by the first scheme alone",
                 where="overrides",
-                fix="use one scheme for all layers, `symmetric: true`, or `format: gptq`, which holds both",
+                fix="use one scheme for all layers, or `symmetric: true`; `format: gptq` holds several asymmetric ones",
             )
         _require_dequantizing_load()
 
@@ -124,7 +124,7 @@ class CompressedTensorsWriter:
             layers.setdefault(scheme, []).append(name)
         groups = {
             f"group_{index}": QuantizationScheme(
-                targets=["Linear"] if len(layers) == 1 else exact_patterns(names),
+                targets=["Linear"] if len(layers) == 1 else [f"re:{pattern}" for pattern in exact_patterns(names)],
                 weights=_weight_args(scheme),
                 input_activations=_activation_args(scheme),
                 format=packing(scheme),
@@ -144,26 +144,6 @@ class CompressedTensorsWriter:
             # Without it transformers makes room for zero points that aren't packed, and refuses packed ones.
             written["dequantize"] = True
         return written
-
-
-def exact_patterns(names: Iterable[str]) -> list[str]:
-    """``re:`` patterns that match these names and no other: one for all layers that differ in a block's number alone.
-
-    Both compressed-tensors and vLLM match from a name's start and not to its end: without the `$`, `layers.1` would hit
-    `layers.10` too.
-    """
-    numbers: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        found = re.search(r"\.\d+(?=\.)", name)
-        before, number, after = (name[: found.start()], found[0][1:], name[found.end() :]) if found else (name, "", "")
-        numbers.setdefault((before, after), []).append(number)
-    patterns = []
-    for (before, after), found_numbers in numbers.items():
-        if found_numbers == [""]:
-            patterns.append(f"re:{re.escape(before)}$")
-        else:
-            patterns.append(rf"re:{re.escape(before)}\.({'|'.join(found_numbers)}){re.escape(after)}$")
-    return patterns
 
 
 def _weight_args(scheme: QuantScheme) -> Any:
