@@ -23,6 +23,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import CheckpointError, HubError, RecipeError
+from finetune.model.gguf import GGUF_NAME, is_gguf_folder, loading_config, read_gguf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "README.md", "LICENSE*"]
@@ -97,7 +98,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model of ``folder`` on ``device``, in evaluation mode; "auto" is the dtype it is stored in.
 
-    Plain transformers loads it. Weights in the GPTQ format are dequantized first (``model.gptq``), without gptqmodel.
+    Plain transformers loads it. Weights in the GPTQ format are dequantized first (``model.gptq``), without gptqmodel;
+    so are those of a GGUF folder, by transformers.
     Raises CheckpointError when weights are missing, left over, or of another shape than the configuration says.
     """
     config = load_config(folder)
@@ -115,6 +117,9 @@ def load_model(
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         load, source = model_class.from_pretrained, None
         options |= _gptq_as_floats(folder, config, dtype)
+    elif is_gguf_folder(folder):
+        read_gguf(folder / GGUF_NAME)
+        options |= {"gguf_file": GGUF_NAME, "config": loading_config(config), "use_safetensors": None}
     try:
         # compressed-tensors draws progress bars at a load and at the first forward, terminal or not, unasked.
         with redirect_stderr(io.StringIO()):
