@@ -153,7 +153,7 @@ def _connect(recipe: Recipe, parsed: list[tuple[str, StageSettings, str]]) -> tu
                 index=index,
                 name=name,
                 kind=kind,
-                settings=settings,
+                settings=_completed(implementation, settings, _ancestors(stages, source), where),
                 input=source,
                 extra_inputs=extra_inputs,
                 where=where,
@@ -162,6 +162,27 @@ def _connect(recipe: Recipe, parsed: list[tuple[str, StageSettings, str]]) -> tu
         if implementation.yields_model:
             models[name] = name
     return tuple(stages)
+
+
+def _ancestors(stages: Sequence[Stage], name: str | None) -> list[StageSettings]:
+    """The settings of stage ``name`` and of those whose model it comes from, the closest first."""
+    by_name = {stage.name: stage for stage in stages}
+    found = []
+    while name in by_name:
+        found.append(by_name[name].settings)
+        name = by_name[name].input
+    return found
+
+
+def _completed(
+    implementation: StageKind, settings: StageSettings, ancestors: list[StageSettings], where: str
+) -> StageSettings:
+    try:
+        completed: StageSettings = implementation.complete(settings, ancestors)
+        return completed
+    except ValueError as cause:
+        what, _, advice = str(cause).partition("; set ")
+        raise RecipeError(what, where=where, fix=f"set {advice}" if advice else "correct the value") from None
 
 
 def check_files_exist(loaded: LoadedRecipe) -> None:

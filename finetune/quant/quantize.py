@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import resource
 import shutil
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +16,47 @@ from torch import Tensor
 from tqdm import tqdm
 
 import finetune
-from finetune.errors import RecipeError
-from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json, write_json
+from finetune.errors import CheckpointError, RecipeError
+from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json
 from finetune.model.probe import probe_input_ids, write_probe
-from finetune.quant.calibration import CalibrationSamples, load_calibration
+from finetune.quant.calibration import CalibrationSamples, check_length, load_calibration, notes_on
 from finetune.quant.decoder import StreamedDecoder
+from finetune.quant.end_to_end import EndToEnd
 from finetune.quant.layers import layer_schemes, linear_names
 from finetune.quant.methods import METHODS
+from finetune.quant.report import (
+    PLOT_NAME,
+    REPORT_NAME,
+    bits_per_weight,
+    describe_layers,
+    stored_sizes,
+    write_report,
+)
 from finetune.quant.settings import QuantizeSettings
 from finetune.quant.shards import StoredTensor, stored_tensors
 from finetune.quant.stream import CALIBRATION_DTYPE, PROBE_DTYPE, BlockQuantizer, Stream
 from finetune.quant.work import WorkFolder
 from finetune.quant.writers import WRITERS
 
-REPORT_NAME = "quantization_report.json"
 NUM_PROBE_TOKENS = 64
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-_WRITTEN_ANEW = {"config.json", "README.md", "manifest.json", "verification.json", REPORT_NAME}
+_WRITTEN_ANEW = {"config.json", "README.md", "manifest.json", "verification.json", REPORT_NAME, PLOT_NAME}
 
 
 def quantize_model(
-    model_folder: Path, *, settings: QuantizeSettings, out: Path, seed: int, device: str = "cpu"
+    model_folder: Path,
+    *,
+    settings: QuantizeSettings,
+    out: Path,
+    seed: int,
+    device: str = "cpu",
+    verify: Callable[[Path], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Write the quantized model of ``model_folder`` to ``out`` (replaced when all is done).
 
-    Returns the totals of the report; ``quantization_report.json`` in ``out`` has an entry a layer besides.
+    Returns the totals of the report; ``quantization_report.json`` in ``out`` has an entry a layer and a block besides.
+    ``verify`` is given the finished folder before it gets its place; what it returns goes into the report, and where it
+    raises CheckpointError nothing is published. ``settings.verify: false`` leaves it out.
 
     Same arguments, same machine: same bytes. A killed run goes on at its first unfinished block, and ends with the
     bytes of an undisturbed one. Raises RecipeError for what doesn't fit the model (before any calibration),
@@ -52,9 +71,13 @@ def quantize_model(
     writer.check(decoder, schemes)
     if METHODS[settings.method].needs_calibration and settings.calibration is None:
         raise RecipeError(f"method {settings.method} needs calibration data", fix="add `calibration:`, or use `rtn`")
-    samples = None
+    samples, notes = None, []
     if settings.calibration is not None:
+        check_length(settings.calibration, decoder.config)
         samples = load_calibration(model_folder, settings.calibration, seed=seed)
+        notes = notes_on(samples)
+    for note in notes:
+        print(note, file=sys.stderr, flush=True)
     source_bytes = sum((model_folder / name).stat().st_size for name in decoder.source.files())
     require_free_bytes(out, 2 * source_bytes)
 
@@ -69,12 +92,16 @@ def quantize_model(
         true_sequential=settings.true_sequential,
         smoothing=settings.smoothing,
     )
-    report, probe_ids, logits_TV = _quantize_blocks(quantizer, work, settings, samples)
-    kept = [name for name in linear_names(decoder.model) if name not in schemes]
+    done = _quantize_blocks(quantizer, work, settings, samples)
+    linears = linear_names(decoder.model)
+    kept = [name for name in linears if name not in schemes]
+    shapes = {name: (linears[name].out_features, linears[name].in_features) for name in schemes}
+    stored = {tensor.name: tensor for tensor in _output_tensors(decoder, work)}
+    sizes = stored_sizes(stored, schemes, shapes, writer)
     with published_folder(out) as folder:
         output_bytes = writer.publish(
             folder,
-            _output_tensors(decoder, work),
+            list(stored.values()),
             decoder=decoder,
             schemes=schemes,
             kept=kept,
@@ -83,38 +110,72 @@ def quantize_model(
         for path in sorted(model_folder.iterdir()):
             if path.is_file() and path.name not in _WRITTEN_ANEW and not path.name.endswith(_NOT_COPIED):
                 shutil.copyfile(path, folder / path.name)
-        write_probe(folder, probe_ids, logits_TV, dtype=PROBE_DTYPE)
+        write_probe(folder, done.probe_ids, done.probe_logits, dtype=PROBE_DTYPE)
         summary = {
             "settings": settings.resolved(),
+            "format": settings.format_name,
             "source_bytes": source_bytes,
             "output_bytes": output_bytes,
             "size_ratio": output_bytes / source_bytes,
-            "num_layers": len(report),
-            "relative_error": sum(entry["relative_error"] for entry in report) / len(report),
-            "max_damp": max((entry["damp"] for entry in report if entry["damp"] is not None), default=None),
+            "bits_per_weight": bits_per_weight(sizes),
+            "num_layers": len(done.layers),
+            "relative_error": sum(entry["relative_error"] for entry in done.layers) / len(done.layers),
+            "max_damp": max((entry["damp"] for entry in done.layers if entry["damp"] is not None), default=None),
             "calibration": samples.counts if samples is not None else None,
+            "end_to_end": done.end_to_end,
+            "notes": notes,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "seconds": round(time.perf_counter() - started, 2),
         }
-        write_json(folder / REPORT_NAME, {**summary, "layers": report})
+        if verify is not None and settings.verify:
+            summary["verified"] = _verified(verify, folder, out)
+        summary["seconds"] = round(time.perf_counter() - started, 2)
+        layers = describe_layers(done.layers, schemes, shapes, sizes)
+        write_report(folder, {**summary, "blocks": done.blocks, "layers": layers})
     work.remove()
     return summary
 
 
+def _verified(verify: Callable[[Path], dict[str, Any]], folder: Path, out: Path) -> dict[str, Any]:
+    try:
+        return verify(folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the quantized model doesn't load as it was computed, and isn't kept: {error.what}",
+            where=(error.where or "").replace(str(folder), str(out)),
+            fix="choose another `format`, or other versions of the packages that load it (the finished blocks are "
+            "kept, so the same command soon checks again)",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What came of quantizing all blocks."""
+
+    layers: list[dict[str, Any]]
+    blocks: list[dict[str, Any]]
+    end_to_end: dict[str, Any] | None
+    probe_ids: list[int]
+    probe_logits: Tensor
+    """(T, V)"""
+
+
 def _quantize_blocks(
     quantizer: BlockQuantizer, work: WorkFolder, settings: QuantizeSettings, samples: CalibrationSamples | None
-) -> tuple[list[dict[str, Any]], list[int], Tensor]:
-    """Quantize (or take over) every block into ``work``; returns the layers' report, the probe's ids and logits."""
+) -> _Blocks:
+    """Quantize (or take over) every block into ``work``, while calibration, probe and evaluation stream by."""
     decoder = quantizer.decoder
-    stream = None
+    stream = evaluation = None
     probe_ids = probe_input_ids(decoder.config.get_text_config().vocab_size)
     if samples is not None:
         assert settings.calibration is not None
         stream = _calibration_stream(decoder, samples, settings.calibration.micro_batch_size)
+        if samples.evaluation_ids.shape[1] > 1:
+            evaluation = EndToEnd(decoder, samples, ["quantized"])
         probe_ids = samples.input_ids[0][samples.mask[0]][:NUM_PROBE_TOKENS].tolist()
     hidden, calls = decoder.embed([torch.tensor([probe_ids])], dtype=PROBE_DTYPE)
     probe = Stream(hidden, [None], calls, PROBE_DTYPE)
-    report = []
+    layers: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     num_blocks = len(decoder.blocks)
     for index in tqdm(range(num_blocks), desc="quantize", unit="block", disable=None):
         name = decoder.block_name(index)
@@ -122,14 +183,26 @@ def _quantize_blocks(
         if result is None:
             result = quantizer.quantize(index, stream)
             work.save(index, name, result)
-        report += result.report
+        layers += result.report
         with quantizer.quantized_block(index, result, dtype=PROBE_DTYPE) as block:
             probe.advance(block, index, decoder.device)
-        if stream is not None and index + 1 < num_blocks:
-            with quantizer.quantized_block(index, result, dtype=stream.dtype) as block:
+        if stream is None:
+            continue
+        if evaluation is not None:
+            evaluation.advance_exact(index)
+        with quantizer.quantized_block(index, result, dtype=CALIBRATION_DTYPE) as block:
+            if evaluation is not None:
+                blocks.append({"block": name, "hidden_error": evaluation.advance("quantized", index, block)})
+            if index + 1 < num_blocks:
                 stream.advance(block, index, decoder.device)
     del stream
-    return report, probe_ids, decoder.logits(probe.hidden[0], dtype=PROBE_DTYPE)
+    return _Blocks(
+        layers=layers,
+        blocks=blocks,
+        end_to_end=evaluation.figures()["quantized"] if evaluation is not None else None,
+        probe_ids=probe_ids,
+        probe_logits=decoder.logits(probe.hidden[0], dtype=PROBE_DTYPE),
+    )
 
 
 def _calibration_stream(decoder: StreamedDecoder, samples: CalibrationSamples, micro_batch_size: int) -> Stream:
@@ -160,7 +233,7 @@ def _fingerprint(decoder: StreamedDecoder, settings: QuantizeSettings, samples: 
             "folder": str(decoder.folder.resolve()),
             "config": sha256_file(decoder.folder / "config.json"),
             "weights": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-            "settings": settings.resolved(),
+            "settings": {key: value for key, value in settings.resolved().items() if key != "verify"},
             "samples": None if samples is None else samples.input_ids.tolist(),
             "versions": [finetune.__version__, torch.__version__, str(decoder.device), torch.get_num_threads()],
         }

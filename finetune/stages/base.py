@@ -65,6 +65,9 @@ class StageKind:
     run: Callable[[StageContext], dict[str, Any]]
     yields_model: bool
     """Whether ``folder/model`` is a model that later stages can take."""
+    complete: Callable[[Any, Sequence[Any]], Any] = lambda settings, ancestors: settings
+    """``complete(settings, ancestors)`` fills in what the settings leave to the stages whose model this one's comes
+    from (their settings, the closest first). Raises ValueError where something is missing."""
     data_files: Callable[[Any], list[str]] = lambda settings: []
     """The data files whose content decides the result."""
     extra_inputs: Callable[[Any], Sequence[str]] = lambda settings: ()
