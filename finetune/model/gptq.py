@@ -40,25 +40,42 @@ class GptqArgs:
         return 1 if self.group_size is None else -(-in_features // self.group_size)
 
 
-def gptq_args(quantization: Mapping[str, Any], layer: str) -> GptqArgs | None:
+def gptq_args(quantization: Mapping[str, Any], layer: str, *, where: Path) -> GptqArgs | None:
     """The arguments of the layer of this full name; None where ``dynamic`` leaves it in floats.
 
     The first pattern of ``dynamic`` that matches from the name's start on decides: after ``-:`` the layer isn't
-    quantized, after ``+:`` (or nothing) the entry's values replace the common ones.
+    quantized, after ``+:`` (or nothing) the entry's values replace the common ones. Raises CheckpointError at ``where``
+    for a configuration that isn't one of the GPTQ format.
     """
     values = dict(quantization)
-    for pattern, changes in (quantization.get("dynamic") or {}).items():
-        if re.match(pattern.removeprefix("-:").removeprefix("+:"), layer):
-            if pattern.startswith("-:"):
-                return None
-            values |= changes
-            break
-    group_size = values.get("group_size", 128)
-    return GptqArgs(
-        num_bits=int(values["bits"]),
-        group_size=None if group_size in (-1, None) else int(group_size),
-        zero_offset=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1,
-    )
+    try:
+        for pattern, changes in (quantization.get("dynamic") or {}).items():
+            if re.match(pattern.removeprefix("-:").removeprefix("+:"), layer):
+                if pattern.startswith("-:"):
+                    return None
+                values |= changes
+                break
+        num_bits, group_size = values["bits"], values.get("group_size", 128)
+        if num_bits not in (2, 3, 4, 8):
+            raise ValueError(f"weights of {num_bits} bits")
+        group_size = None if group_size in (-1, None) else int(group_size)
+        offset = {"gptq": 1, "gptq_v2": 0}[values.get("checkpoint_format") or "gptq"]
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as cause:
+        raise CheckpointError(
+            f"quantization_config can't be read: {type(cause).__name__}: {cause}", where=where, fix=FIX
+        ) from cause
+    return GptqArgs(num_bits, group_size, zero_offset=offset)
+
+
+def expected_shapes(shapes: Mapping[str, tuple[int, ...]], args: GptqArgs) -> dict[str, tuple[int, ...]]:
+    """What ``args`` ask for, of a layer whose inputs ``g_idx`` counts and whose outputs ``qweight`` does."""
+    num_inputs, num_outputs = shapes["g_idx"][0], shapes["qweight"][1]
+    num_groups = args.num_groups(num_inputs)
+    return {
+        "qweight": (num_words(num_inputs, args.num_bits), num_outputs),
+        "qzeros": (num_groups, num_words(num_outputs, args.num_bits)),
+        "scales": (num_groups, num_outputs),
+    }
 
 
 def pack_layer(codes_OI: Tensor, zeros_OG: Tensor, scale_OG: Tensor, args: GptqArgs) -> dict[str, Tensor]:
@@ -111,7 +128,7 @@ def float_weights(
             if name not in file_of:
                 raise CheckpointError(f"the tensor {name} is missing", where=folder, fix=FIX)
             parts[part] = _load(folder / file_of.pop(name), name)
-        args = gptq_args(quantization, layer)
+        args = gptq_args(quantization, layer, where=folder / "config.json")
         if args is None:
             raise CheckpointError(
                 f"quantization_config leaves {layer} in floats, but its weight is quantized",
@@ -149,19 +166,14 @@ def _load(path: Path, name: str) -> Tensor:
 
 
 def _check_shapes(folder: Path, layer: str, parts: Mapping[str, Tensor], args: GptqArgs) -> None:
-    num_inputs, num_outputs = len(parts["g_idx"]), parts["qweight"].shape[1]
-    num_groups = args.num_groups(num_inputs)
-    expected = {
-        "qweight": (num_words(num_inputs, args.num_bits), num_outputs),
-        "qzeros": (num_groups, num_words(num_outputs, args.num_bits)),
-        "scales": (num_groups, num_outputs),
-    }
-    for part, shape in expected.items():
-        if tuple(parts[part].shape) != shape:
+    shapes = {part: tuple(tensor.shape) for part, tensor in parts.items()}
+    for part, expected in expected_shapes(shapes, args).items():
+        if shapes[part] != expected:
             raise CheckpointError(
-                f"{layer}.{part} has the shape {tuple(parts[part].shape)}, quantization_config asks for {shape}",
+                f"{layer}.{part} has the shape {shapes[part]}, quantization_config asks for {expected}",
                 where=folder,
                 fix=FIX,
             )
+    num_groups = shapes["scales"][0]
     if not 0 <= int(parts["g_idx"].min()) <= int(parts["g_idx"].max()) < num_groups:
         raise CheckpointError(f"{layer}.g_idx names groups that aren't there", where=folder, fix=FIX)
