@@ -12,10 +12,11 @@ from finetune import __version__
 from finetune.artifact import record_files
 from finetune.data.template import stop_token_ids
 from finetune.errors import CheckpointError, RecipeError
-from finetune.export.model_card import CardFacts, model_card
+from finetune.export.model_card import GGUF_QUANTIZATION, CardFacts, model_card
 from finetune.export.verify import RECORD_NAME, generation_stops, read_config, verify_folder
 from finetune.export.weights import weight_files
 from finetune.files import published_folder, require_free_bytes, write_json, write_text
+from finetune.model.gguf import is_gguf_folder
 from finetune.model.load import load_tokenizer
 from finetune.model.probe import PROBE_NAME
 
@@ -68,7 +69,8 @@ def export_model(
             shutil.copytree(model_folder / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", _generation_config(model_folder, tokenizer))
-        text = model_card(card, config=config, has_chat_template=bool(tokenizer.chat_template), repo_id=repo_id)
+        described = {**config, "quantization_config": GGUF_QUANTIZATION} if is_gguf_folder(folder) else config
+        text = model_card(card, config=described, has_chat_template=bool(tokenizer.chat_template), repo_id=repo_id)
         write_text(folder / "README.md", text)
         record = {
             "format": RECORD_FORMAT,

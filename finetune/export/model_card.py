@@ -34,6 +34,10 @@ TRAINING_SETTINGS = (
     "max_steps",
     "mixed_precision",
 )
+METHOD_PACKAGES = {"gptq": "optimum gptqmodel"}
+"""What plain transformers needs to load a quantization method, where that isn't a package of its name."""
+GGUF_QUANTIZATION = {"quant_method": "gguf", "gguf_file": "model.gguf"}
+"""How a GGUF folder is described to the card: the folder's own config.json says nothing of it."""
 QUANTIZATION_SETTINGS = ("scheme", "method", "group_size", "symmetric", "ignore")
 
 
@@ -73,12 +77,12 @@ def model_card(facts: CardFacts, *, config: Mapping[str, Any], has_chat_template
 
 
 def _front_matter(facts: CardFacts, config: Mapping[str, Any]) -> str:
-    quantized = "quantization_config" in config
-    tags = ["finetune", *(["compressed-tensors"] if quantized else []), *facts.tags]
+    method = _quantization_method(config)
+    tags = ["finetune", *([method] if method else []), *facts.tags]
     header: dict[str, Any] = {
         "license": facts.license,
         "base_model": facts.base_model,
-        "base_model_relation": _relation(facts, quantized) if facts.base_model else None,
+        "base_model_relation": _relation(facts, method is not None) if facts.base_model else None,
         "pipeline_tag": "text-generation",
         "library_name": "transformers",
         "language": list(facts.language) or None,
@@ -87,6 +91,11 @@ def _front_matter(facts: CardFacts, config: Mapping[str, Any]) -> str:
     }
     header = {key: value for key, value in header.items() if value is not None}
     return f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---"
+
+
+def _quantization_method(config: Mapping[str, Any]) -> str | None:
+    quantization = config.get("quantization_config")
+    return None if quantization is None else str(quantization.get("quant_method", "compressed-tensors"))
 
 
 def _relation(facts: CardFacts, quantized: bool) -> str:
@@ -109,6 +118,14 @@ def _about(facts: CardFacts, config: Mapping[str, Any]) -> str:
         lines.append(f"- Stored dtype: {config.get('dtype') or config.get('torch_dtype')}")
     quantization = config.get("quantization_config")
     if quantization:
+        method = _quantization_method(config)
+        if method == "bitsandbytes":
+            kind = "llm_int8" if quantization.get("load_in_8bit") else quantization.get("bnb_4bit_quant_type")
+            lines.append(f"- Quantization: {kind} (bitsandbytes)")
+            if quantization.get("llm_int8_skip_modules"):
+                lines.append(f"- Not quantized: {_shorten(quantization['llm_int8_skip_modules'])}")
+        elif method == "gguf":
+            lines.append(f"- Quantization: in the blocks of `{quantization['gguf_file']}`")
         for group in quantization.get("config_groups", {}).values():
             lines.append(f"- Quantization: {_quantization(group)} (format {quantization.get('format')})")
         if quantization.get("ignore"):
@@ -171,7 +188,13 @@ def _evaluation_notes(facts: CardFacts) -> str:
 
 
 def _usage(name: str, config: Mapping[str, Any], has_chat_template: bool) -> str:
-    needs = "pip install transformers" + (" compressed-tensors" if "quantization_config" in config else "")
+    method = _quantization_method(config)
+    needs = "pip install transformers" + (f" {METHOD_PACKAGES.get(method, method)}" if method else "")
+    options = llama_cpp = ""
+    if method == "gguf":
+        file = config["quantization_config"]["gguf_file"]
+        llama_cpp = f"With llama.cpp: `llama-cli -m {file}`. With transformers, which unpacks it into floats:\n\n"
+        options = f', gguf_file="{file}"'
     if has_chat_template:
         prepare = (
             'messages = [{"role": "user", "content": "..."}]\n'
@@ -182,11 +205,11 @@ def _usage(name: str, config: Mapping[str, Any], has_chat_template: bool) -> str
     else:
         prepare = 'inputs = tokenizer("...", return_tensors="pt")'
     return (
-        f"## Use\n\n```sh\n{needs}\n```\n\n```python\n"
+        f"## Use\n\n{llama_cpp}```sh\n{needs}\n```\n\n```python\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'name = "{name}"\n'
         "tokenizer = AutoTokenizer.from_pretrained(name)\n"
-        "model = AutoModelForCausalLM.from_pretrained(name)\n"
+        f"model = AutoModelForCausalLM.from_pretrained(name{options})\n"
         f"{prepare}\n"
         "output = model.generate(**inputs, max_new_tokens=128)\n"
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))\n'

@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 
 from finetune.errors import CheckpointError
+from finetune.export.gguf_weights import check_gguf_finite, gguf_tensors
+from finetune.model.gguf import GGUF_NAME, is_gguf_folder
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -22,7 +24,7 @@ FLOAT_DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 @dataclass(frozen=True)
 class TensorHeader:
     dtype: str
-    """As safetensors spells it: F32, BF16, I32, I8, …"""
+    """As safetensors spells it: F32, BF16, I32, I8, …; or a GGUF block type: Q4_0, …"""
     shape: tuple[int, ...]
     file: str
 
@@ -33,6 +35,9 @@ def read_weights(folder: Path) -> dict[str, TensorHeader]:
     Raises CheckpointError naming the file and the fault: none there, a shard missing, a header that can't be read, a
     file shorter or longer than its header says, a tensor in two shards, an index that disagrees with the shards.
     """
+    if is_gguf_folder(folder):
+        found = gguf_tensors(folder).items()
+        return {name: TensorHeader(dtype=kind, shape=shape, file=GGUF_NAME) for name, (kind, shape) in found}
     index_path = folder / INDEX_NAME
     if not index_path.is_file():
         if not (folder / SINGLE_NAME).is_file():
@@ -121,6 +126,9 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 def check_finite(folder: Path, tensors: dict[str, TensorHeader]) -> None:
     """Raise CheckpointError naming the first float tensor that holds NaN or infinity. One is in memory at a time."""
+    if is_gguf_folder(folder):
+        check_gguf_finite(folder)
+        return
     for file in sorted({header.file for header in tensors.values()}):
         with safe_open(folder / file, framework="pt") as opened:
             for name, header in tensors.items():

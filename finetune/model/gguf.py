@@ -130,7 +130,7 @@ def hyperparameters(config: PreTrainedConfig) -> dict[str, int | float | str]:
         # llama.cpp attends to everything, which is the same up to the window's length.
         values["context_length"] = min(window, config.max_position_embeddings)
     if config.model_type in ("gemma2", "gemma3_text"):
-        values["attention.sliding_window"] = window
+        values["attention.sliding_window"] = int(config.sliding_window)
     if config.model_type == "gemma2":
         values |= {
             "attn_logit_softcapping": config.attn_logit_softcapping,
