@@ -110,7 +110,7 @@ def _check_fused(schemes: dict[str, QuantScheme], ignored: set[str]) -> None:
 
 def _check_group_size(in_features: dict[str, int], scheme: QuantScheme) -> None:
     group_size = scheme.weights.group_size
-    if group_size is None:
+    if group_size is None or scheme.weights.type != "int":  # a format with blocks of its own checks them itself
         return
     unfit = {name: size for name, size in in_features.items() if size % group_size}
     if not unfit:
