@@ -93,6 +93,8 @@ class QuantizeSettings(Section):
     smoothing: Annotated[float, Field(ge=0, le=1)] | Literal["search"] | None = "search"
     """For int8 inputs, with calibration: how much of an input's outliers moves into the weights; null moves nothing,
     ``search`` chooses for each input."""
+    kv_cache: Literal["int8"] | None = None
+    """Only null: no loader applies a scheme of int8 keys and values that a model folder names."""
     max_shard_size: str = "5GB"
     """Size limit of one weight file of the result."""
     verify: bool = True
@@ -117,6 +119,18 @@ class QuantizeSettings(Section):
     @classmethod
     def _known_method(cls, value: str) -> str:
         return _known(value, [module.name for module in pkgutil.iter_modules(methods.__path__)])
+
+    @field_validator("kv_cache")
+    @classmethod
+    def _no_loader_knows(cls, value: str | None) -> str | None:
+        # transformers 5.24 names attention's argument `cache`, by which compressed-tensors 0.20 doesn't recognize it.
+        if value is not None:
+            raise ValueError(
+                "an int8 key-value cache can't be stored with a model: transformers does nothing with a "
+                "`kv_cache_scheme` (its scales would be unexpected tensors) and vLLM takes one of 8-bit floats only; "
+                "leave `kv_cache` out, and choose the cache's type where the model is served (vLLM: --kv-cache-dtype)"
+            )
+        return value
 
     @field_validator("max_shard_size")
     @classmethod
