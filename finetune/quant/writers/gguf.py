@@ -189,8 +189,9 @@ def _entry(decoder: StreamedDecoder, tensor: StoredTensor, schemes: Mapping[str,
     name = gguf_name(decoder, tensor.name)
     layer, _, _ = tensor.name.rpartition(".")
     last = layer.rpartition(".")[2]
-    heads = {"q_proj": decoder.config.num_attention_heads, "k_proj": decoder.config.num_key_value_heads}
-    num_heads = heads.get(last) if architecture.permutes_rotary else None
+    num_heads = None
+    if architecture.permutes_rotary and last in ("q_proj", "k_proj"):
+        num_heads = decoder.config.num_attention_heads if last == "q_proj" else decoder.config.num_key_value_heads
     if layer in schemes and tensor.dtype == "U8":
         kind = type_name(schemes[layer])
         assert kind is not None
