@@ -82,20 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     script.add_argument("--out", metavar="FILE", help="default: standard output")
     script.add_argument("--force", action="store_true", help="replace FILE where it exists")
 
-    quantize = add("quantize", "Quantize a Hugging Face model folder to int8 or int4.")
-    _add_model(quantize)
-    quantize.add_argument("--scheme", required=True, help="w4a16, w8a16 or w8a8")
-    quantize.add_argument("--method", help="gptq (the default) or rtn")
-    quantize.add_argument("--group-size", metavar="N", help="weights that share a scale (w4a16: 128)")
-    quantize.add_argument("--calibration", metavar="FILE", help="text or conversations to calibrate on (gptq needs it)")
-    quantize.add_argument("--calibration-format", metavar="FORMAT", help="its row format, where its columns don't tell")
-    quantize.add_argument("--num-samples", metavar="N", help="calibration samples")
-    quantize.add_argument("--max-seq-length", metavar="N", help="tokens of a calibration sample")
-    quantize.add_argument(
-        "--ignore", action="append", metavar="NAME", help="a layer to keep as it is (default lm_head)"
-    )
-    quantize.add_argument("--seed", type=int, default=17)
-    _add_out(quantize)
+    _add_quantize(add("quantize", "Quantize a Hugging Face model folder, or measure several schemes to choose from."))
 
     consolidate = add("consolidate", "Turn a sharded training checkpoint into a Hugging Face model folder.")
     consolidate.add_argument(
@@ -138,6 +125,59 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("directory", metavar="DIR")
     verify.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _add_quantize(quantize: argparse.ArgumentParser) -> None:
+    from finetune.quant.notation import formats, methods_help, schemes_help
+
+    def plain(text: str) -> str:
+        return text.replace("%", "%%")
+
+    _add_model(quantize)
+    what = quantize.add_mutually_exclusive_group(required=True)
+    what.add_argument("--scheme", help=plain(schemes_help()))
+    what.add_argument(
+        "--sweep",
+        metavar="SCHEMES",
+        help="measure instead of writing a model: w4a16:32,w4a16:64,w8a8, a group size behind each colon",
+    )
+    quantize.add_argument("--method", help=plain(f"{methods_help()} (default: gptq, where the scheme takes it)"))
+    quantize.add_argument("--format", help=f"how it is stored: {', '.join(formats())} (default: the scheme's first)")
+    quantize.add_argument(
+        "--group-size", metavar="N", help="weights that share a scale; `channel`: one scale an output channel"
+    )
+    quantize.add_argument("--asymmetric", action="store_true", help="a zero point besides each scale")
+    quantize.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="LAYERS=SCHEME[:N]",
+        help="store some layers otherwise: --override 'down_proj,*.layers.0.*=w8a16'; the last one that matches counts",
+    )
+    quantize.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="a layer to keep as it is, besides lm_head"
+    )
+    quantize.add_argument("--calibration", metavar="FILE", help="text or conversations to calibrate and measure on")
+    quantize.add_argument("--calibration-format", metavar="FORMAT", help="its row format, where its columns don't tell")
+    quantize.add_argument("--num-samples", metavar="N", help="calibration samples (128)")
+    quantize.add_argument("--max-seq-length", metavar="N", help="tokens of a calibration sample (512)")
+    quantize.add_argument("--micro-batch-size", metavar="N", help="samples in one forward (8)")
+    quantize.add_argument("--max-shard-size", metavar="SIZE", help="limit of one weight file (5GB)")
+    quantize.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other setting of a recipe's `quantize:`, as damp=0.02 or smoothing=0.5",
+    )
+    quantize.add_argument("--max-kl", type=float, metavar="NATS", help="end with 8 where the KL divergence is higher")
+    quantize.add_argument(
+        "--max-perplexity-ratio", type=float, metavar="X", help="end with 8 where perplexity grows by more than this"
+    )
+    quantize.add_argument("--no-verify", action="store_true", help="don't load the result in a fresh process")
+    quantize.add_argument("--seed", type=int, default=17, help="decides the order of the calibration text (17)")
+    _add_out(quantize)
 
 
 def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:

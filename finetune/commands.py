@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from finetune.config.section import Section, parse_section
-from finetune.config.source import Source
+from finetune.config.source import Source, apply_overrides
 from finetune.errors import CheckpointError, RecipeError
 from finetune.files import replace_folder
 from finetune.worker import quiet_libraries
 
 S = TypeVar("S", bound=Section)
+FLAGS = {"overrides": "--override", "symmetric": "--asymmetric", "verify": "--no-verify", "data": "--calibration"}
+"""Flags that don't have the name of their setting."""
 
 
 def say(line: str) -> None:
@@ -108,33 +111,103 @@ def launch_script(options: Namespace) -> None:
 
 
 def quantize(options: Namespace) -> None:
+    if options.sweep is not None:
+        sweep(options)
+        return
+    from finetune.quant.notation import group_size, override_values
     from finetune.quant.settings import QuantizeSettings
 
-    flags: dict[str, Any] = {"scheme": options.scheme}
-    for key in ("method", "group_size", "ignore"):
-        if getattr(options, key) is not None:
-            flags[key] = getattr(options, key)
-    if options.calibration:
-        data = {"path": options.calibration}
-        if options.calibration_format:
-            data["format"] = options.calibration_format
-        flags["calibration"] = {"data": [data]}
-        for key in ("num_samples", "max_seq_length"):
-            if getattr(options, key) is not None:
-                flags["calibration"][key] = getattr(options, key)
-    settings = parse_flags(QuantizeSettings, flags)
+    flags = quantize_flags(options)
+    flags["scheme"] = options.scheme
+    if options.group_size is not None:
+        flags["group_size"] = group_size(options.group_size, where="--group-size")
+    if options.asymmetric:
+        flags["symmetric"] = False
+    if options.override:
+        flags["overrides"] = [override_values(text) for text in options.override]
+    settings = parse_flags(QuantizeSettings, flags, options.settings)
+    limits = {"kl": options.max_kl, "perplexity_ratio": options.max_perplexity_ratio}
+    if settings.calibration is None and any(limit is not None for limit in limits.values()):
+        raise RecipeError(
+            "there is no text to measure on", where="--max-kl, --max-perplexity-ratio", fix="add --calibration FILE"
+        )
     out = free_folder(options, options.model)
-    if settings.scheme == "w8a8" and settings.calibration is None:
+    if settings.uses_calibration and settings.calibration is None:
         say("without --calibration the outliers of int8 inputs stay where they are, and cost quality")
     quiet_libraries()
+    from finetune.export.verify import load_in_fresh_process
     from finetune.model.load import resolve_model
     from finetune.quant.quantize import quantize_model
+    from finetune.quant.report import check_limits
 
     report = quantize_model(
-        resolve_model(options.model), settings=settings, out=out, seed=options.seed, device=device(options)
+        resolve_model(options.model),
+        settings=settings,
+        out=out,
+        seed=options.seed,
+        device=device(options),
+        verify=load_in_fresh_process,
+        restart=options.force,
     )
     publish(options, out)
-    print(json.dumps({key: value for key, value in report.items() if not isinstance(value, dict | list)}, indent=2))
+    print(json.dumps({key: value for key, value in report.items() if key != "settings"}, indent=2))
+    check_limits(report["end_to_end"], limits, where=options.out)
+
+
+def sweep(options: Namespace) -> None:
+    from finetune.quant.notation import sweep_values
+    from finetune.quant.settings import QuantizeSettings
+
+    of_one_scheme = ("format", "group_size", "asymmetric", "override", "max_shard_size", "no_verify")
+    for key in (*of_one_scheme, "max_kl", "max_perplexity_ratio"):
+        if getattr(options, key):
+            flag = f"--{key.replace('_', '-')}"
+            raise RecipeError(f"{flag} doesn't go with --sweep", where=flag, fix="leave it out; w4a16:32 gives a group")
+    if options.calibration is None:
+        raise RecipeError("a sweep measures on text", where="--sweep", fix="add --calibration FILE")
+    shared = quantize_flags(options)
+    variants = {}
+    for name, values in sweep_values(options.sweep).items():
+        variants[name] = parse_flags(QuantizeSettings, {**shared, **values}, options.settings)
+    out = Path(options.out).resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not options.force:
+            raise RecipeError(
+                "--out isn't a new or empty folder", where=options.out, fix="name another, or add --force"
+            )
+        if not (out / "sweep.json").is_file():
+            raise RecipeError("--force replaces an earlier sweep, this is none", where=options.out, fix="name another")
+    quiet_libraries()
+    from finetune.model.load import resolve_model
+    from finetune.quant.sweep import format_sweep, sweep_model
+
+    report = sweep_model(resolve_model(options.model), variants, out=out, seed=options.seed, device=device(options))
+    print(format_sweep(report))
+
+
+def quantize_flags(options: Namespace) -> dict[str, Any]:
+    """What ``quantize`` is told of any scheme, as settings."""
+    flags: dict[str, Any] = {}
+    for key in ("method", "format", "max_shard_size"):
+        if getattr(options, key) is not None:
+            flags[key] = getattr(options, key)
+    if options.ignore:
+        flags["ignore"] = list(dict.fromkeys(["lm_head", *options.ignore]))
+    if options.no_verify:
+        flags["verify"] = False
+    for key in ("calibration_format", "num_samples", "max_seq_length", "micro_batch_size"):
+        if getattr(options, key) is not None and options.calibration is None:
+            flag = f"--{key.replace('_', '-')}"
+            raise RecipeError(f"{flag} describes calibration text", where=flag, fix="add --calibration FILE")
+    if options.calibration is not None:
+        data = {"path": options.calibration}
+        if options.calibration_format is not None:
+            data["format"] = options.calibration_format
+        flags["calibration"] = {"data": [data]}
+        for key in ("num_samples", "max_seq_length", "micro_batch_size"):
+            if getattr(options, key) is not None:
+                flags["calibration"][key] = getattr(options, key)
+    return flags
 
 
 def consolidate(options: Namespace) -> None:
@@ -237,15 +310,24 @@ def verify(options: Namespace) -> None:
         print(f"{key}: {value}")
 
 
-def parse_flags(kind: type[S], flags: dict[str, Any]) -> S:
-    """A section from command-line flags; an error names the flag."""
+def parse_flags(kind: type[S], flags: dict[str, Any], settings: Sequence[str] = ()) -> S:
+    """A section from command-line flags and ``--set key=value``; an error names the flag."""
     source = Source(name="flags", value=flags)
+
+    def flag(key: str) -> str:
+        return FLAGS.get(key, f"--{key.replace('_', '-')}")
+
     for key, value in flags.items():
-        source.places[(key,)] = f"--{key.replace('_', '-')}"
+        source.places[(key,)] = flag(key)
         if isinstance(value, dict):
             for inner in value:
-                source.places[(key, inner)] = f"--{inner.replace('_', '-')}"
-    return parse_section(kind, source, (), flags)
+                source.places[(key, inner)] = flag(inner)
+    for setting in settings:
+        key = setting.partition("=")[0]
+        if key in flags:
+            raise RecipeError(f"`{key}` is given twice", where=f"--set {setting}", fix=f"drop this or {flag(key)}")
+    apply_overrides(source, settings)
+    return parse_section(kind, source, (), source.value)
 
 
 def device(options: Namespace) -> str:

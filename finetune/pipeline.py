@@ -61,6 +61,9 @@ def plan_stages(loaded: LoadedRecipe) -> list[PlannedStage]:
     return planned
 
 
+_EARLIER = "an earlier stage changed"
+
+
 def _state(
     folder: Path, fingerprint: str, deciding: dict[str, Any], parents: dict[str, str]
 ) -> tuple[State, tuple[str, ...]]:
@@ -70,7 +73,7 @@ def _state(
             differences = changes(manifest.settings, deciding)
             differences += tuple(f"`{name}` changed" for name in parents if manifest.parents.get(name) != parents[name])
             if manifest.fingerprint != fingerprint or differences:
-                return "changed", differences or ("an earlier stage changed",)
+                return "changed", differences or (_EARLIER,)
             check_files(folder, manifest.files)
             return "done", ()
     except CheckpointError as error:
@@ -88,7 +91,7 @@ def _state(
         # Not "damaged": its checkpoints, if any, are only dropped when the user says so.
         return "unfinished", (f"what it was begun with can't be read: {started}",)
     if begun_as != fingerprint and not differences:
-        differences = ("an earlier stage changed",)
+        differences = (_EARLIER,)
     return "unfinished", differences
 
 
@@ -177,17 +180,22 @@ def require_engine(loaded: LoadedRecipe) -> None:
 
 
 def _refuse_changed_unfinished(loaded: LoadedRecipe, todo: list[PlannedStage]) -> None:
-    """An unfinished training begun with other settings isn't continued, nor are its checkpoints dropped unasked."""
+    """Unfinished work begun with other settings isn't continued, nor are its checkpoints or blocks dropped unasked."""
     for plan in todo:
         folder = loaded.run_dir / plan.stage.folder_name
-        if plan.state == "unfinished" and plan.differences and any(folder.glob("checkpoints/step-*")):
+        if plan.state != "unfinished" or not plan.differences:
+            continue
+        is_training = any(folder.glob("checkpoints/step-*"))
+        # Blocks of another model than the one that comes now are of no use to anyone.
+        if is_training or (any(folder.glob("*.work/block-*")) and plan.differences != (_EARLIER,)):
             raise CheckpointError(
                 f"stage `{plan.stage.name}` is unfinished and was begun with other settings:\n       "
                 + "\n       ".join(plan.differences),
                 where=folder,
                 fix=(
-                    "put them back to go on; or go on with the new ones: --accept-changes; or start the stage over: "
-                    f"--from {plan.stage.name} --force"
+                    "put them back to go on; "
+                    + ("or go on with the new ones: --accept-changes; " if is_training else "")
+                    + f"or start the stage over: --from {plan.stage.name} --force"
                 ),
             )
 

@@ -217,7 +217,7 @@ def test_a_killed_run_goes_on_at_its_block_with_the_bytes_of_an_undisturbed_one(
     assert not work.exists()
 
 
-def test_another_setting_does_not_take_over_finished_blocks(tmp_path: Path) -> None:
+def test_another_setting_is_refused_where_blocks_lie_and_restart_takes_none_over(tmp_path: Path) -> None:
     source = tiny_llama(tmp_path / "source", num_layers=4)
     command = [
         sys.executable,
@@ -229,7 +229,9 @@ def test_another_setting_does_not_take_over_finished_blocks(tmp_path: Path) -> N
     ]
     assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
     other = settings_for(tmp_path, damp=0.1)
-    quantize_model(source, settings=other, out=tmp_path / "out", seed=0)
+    with pytest.raises(CheckpointError, match=r"(?s)damp: 0\.01 then, 0\.1 now.*--force"):
+        quantize_model(source, settings=other, out=tmp_path / "out", seed=0)
+    quantize_model(source, settings=other, out=tmp_path / "out", seed=0, restart=True)
     quantize_model(source, settings=other, out=tmp_path / "fresh", seed=0)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "fresh/model.safetensors").read_bytes()
 

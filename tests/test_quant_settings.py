@@ -38,7 +38,7 @@ def test_group_size_is_resolved_by_the_scheme() -> None:
         ({"method": "gptk", "calibration": CALIBRATION}, "gptq"),
         ({"method": "gptq"}, "needs `calibration:`"),
         ({"method": "rtn", "scheme": "w8a8", "symmetric": False}, "symmetric"),
-        ({"method": "rtn", "scheme": "nf4", "group_size": 32}, "bitsandbytes"),
+        ({"method": "rtn", "scheme": "nf4", "group_size": 32}, "blocks of its own"),
         ({"method": "rtn", "scheme": "w8a8", "format": "gptq"}, "compressed-tensors"),
         ({"method": "rtn", "overrides": [{"layers": ["down_proj"], "scheme": "nf4"}]}, "bitsandbytes"),
         ({"method": "rtn", "overrides": [{"layers": ["down_proj"], "scheme": "w8a61"}]}, "w8a16"),
@@ -160,11 +160,11 @@ def test_a_group_size_that_does_not_divide_names_the_layers_and_the_sizes_that_f
     assert "model.layers.1.mlp.down_proj (192 inputs)" in str(caught.value)
 
 
-def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_layer_left_is_refused(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(RecipeError) as caught:
-        layer_schemes(StreamedDecoder(tmp_path), rtn(group_size=16))
-    assert "no Linear layer" in str(caught.value)
-    assert "Conv1D" in str(caught.value)
+        layer_schemes(StreamedDecoder(tmp_path), rtn(group_size=16, ignore=["lm_head", "transformer.h"]))
+    assert "no Linear layer is left" in str(caught.value)
+    assert "GPT2Attention" in str(caught.value)

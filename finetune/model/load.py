@@ -94,9 +94,11 @@ def load_model(
     *,
     dtype: torch.dtype | Literal["auto"],
     device: str | torch.device,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """The causal language model of ``folder`` on ``device``, in evaluation mode; "auto" is the dtype it is stored in.
+
+    ``attn_implementation`` None is transformers' own choice: sdpa, or eager where the class has nothing else (Gemma 2).
 
     Plain transformers loads it. Weights in the GPTQ format are dequantized first (``model.gptq``), without gptqmodel;
     so are those of a GGUF folder, by transformers.
@@ -170,7 +172,7 @@ def meta_model(
     folder_or_config: Path | PreTrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """The model's shape: its parameters take no memory (meta device), its buffers are real, and tied names are tied.
 

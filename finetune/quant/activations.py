@@ -83,12 +83,15 @@ class _CaughtAllError(Exception):
     """Raised inside a block's forward once every input that is wanted has been seen: the rest needn't be computed."""
 
 
-def run_and_catch(layers: Mapping[str, nn.Module], forward: Any, catch: Any) -> None:
-    """Call ``forward()`` and ``catch(name, input)`` at each of ``layers``; stop the forward after the last of them."""
+def run_and_catch(layers: Mapping[str, nn.Module], forward: Any, catch: Any, *, whole: bool = False) -> None:
+    """Call ``forward()`` and ``catch(name, input)`` at each of ``layers``; stop the forward after the last of them.
+
+    ``whole``: catch all positional arguments, not the first alone.
+    """
     waiting = set(layers)
 
     def hook(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        catch(name, args[0])
+        catch(name, args if whole else args[0])
         waiting.discard(name)
         if not waiting:
             raise _CaughtAllError
@@ -133,6 +136,8 @@ class HessianSum:
     def add(self, hidden_BSI: Tensor, mask_BS: Tensor | None) -> None:
         """Add the tokens that ``mask_BS`` keeps (all of them where it is None)."""
         hidden_NI = hidden_BSI.flatten(0, -2) if mask_BS is None else hidden_BSI[mask_BS.to(hidden_BSI.device)]
+        if not len(hidden_NI):  # an expert that no token of this chunk goes to
+            return
         self.num_tokens += len(hidden_NI)
         self.largest = max(self.largest, hidden_NI.abs().max().item())
         with exact_products(hidden_NI.dtype):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from finetune.errors import RecipeError, did_you_mean
+from finetune.quant.as_linear import LinearExperts
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.settings import QuantizeSettings
@@ -31,12 +32,21 @@ def matches(entry: str, name: str) -> bool:
     return name == entry or (name.endswith("." + entry) and "." not in entry) or name.startswith(entry + ".")
 
 
-def named_layers(model: nn.Module, entries: Iterable[str], *, head: str | None, key: str = "ignore") -> set[str]:
+def named_layers(
+    model: nn.Module,
+    entries: Iterable[str],
+    *,
+    head: str | None,
+    key: str = "ignore",
+    others: Iterable[str] = (),
+) -> set[str]:
     """The layers that ``entries`` name; ``lm_head`` always means the output head, whatever this model calls it.
+
+    ``others``: names of what isn't a Linear layer and may be named too.
 
     Raises RecipeError for an entry that names no layer, with the closest one that does.
     """
-    names = list(linear_names(model))
+    names = [*linear_names(model), *others]
     found: set[str] = set()
     for entry in entries:
         try:
@@ -61,7 +71,12 @@ def layer_schemes(decoder: StreamedDecoder, settings: QuantizeSettings) -> dict[
     linears = linear_names(decoder.model)
     head_module = decoder.model.get_output_embeddings()
     head = next((name for name, module in linears.items() if module is head_module), None)
-    ignored = named_layers(decoder.model, settings.ignore, head=head)
+    others = [
+        f"{decoder.block_name(index)}.{name}"
+        for index, block in enumerate(decoder.blocks)
+        for name in weight_parameters(block)
+    ]
+    ignored = named_layers(decoder.model, settings.ignore, head=head, others=others)
     if head is not None and head not in ignored:
         if f"{head}.weight" in decoder.aliases:
             raise RecipeError(
@@ -73,7 +88,9 @@ def layer_schemes(decoder: StreamedDecoder, settings: QuantizeSettings) -> dict[
             fix=f"put `{head}` in `ignore`",
         )
     prefix = decoder.blocks_name + "."
-    targets = [name for name in linears if name.startswith(prefix) and name not in ignored]
+    _check_other_parameters(decoder, ignored)
+    kept = ignored | routers(decoder.model)
+    targets = [name for name in linears if name.startswith(prefix) and name not in kept]
     if not targets:
         kinds = sorted({type(module).__name__ for module in decoder.blocks[0].modules()})
         raise RecipeError(
@@ -84,11 +101,54 @@ def layer_schemes(decoder: StreamedDecoder, settings: QuantizeSettings) -> dict[
     schemes = dict.fromkeys(targets, settings.quant_scheme)
     for override in settings.overrides:
         named = named_layers(decoder.model, override.layers, head=head, key="overrides.layers")
+        if routed := sorted(named & routers(decoder.model)):
+            raise RecipeError(
+                f"`overrides.layers` names {routed[0]}, which chooses experts: such layers are never quantized",
+                fix="name the other layers alone",
+            )
         schemes.update({name: override.quant_scheme for name in targets if name in named})
     _check_fused(schemes, ignored)
     for scheme in dict.fromkeys(schemes.values()):
         _check_group_size({name: linears[name].in_features for name in targets if schemes[name] == scheme}, scheme)
     return schemes
+
+
+def routers(model: nn.Module) -> set[str]:
+    """Linear layers that choose or weigh experts. They are tiny, each of their errors sends a token elsewhere, and
+    inference engines expect them in floats."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, LinearExperts):
+            around = path.rpartition(".")[0] + "."
+            for name, layer in linear_names(model.get_submodule(around[:-1])).items():
+                if layer.out_features in (1, module.num_experts) and not (around + name).startswith(path + "."):
+                    found.add(around + name)
+    return found
+
+
+LARGE_PART = 0.1
+"""A parameter with this part of its block's weights can't be passed over without a word."""
+
+
+def weight_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Matrices that aren't the weight of a Linear layer, such as fused experts that none stands for."""
+    linears = {f"{name}.weight" for name in linear_names(model)}
+    return {name: value for name, value in model.named_parameters() if value.ndim > 1 and name not in linears}
+
+
+def _check_other_parameters(decoder: StreamedDecoder, ignored: set[str]) -> None:
+    for index, block in enumerate(decoder.blocks):
+        total = sum(parameter.numel() for parameter in block.parameters())
+        for name, parameter in weight_parameters(block).items():
+            full_name = f"{decoder.block_name(index)}.{name}"
+            if parameter.numel() > LARGE_PART * total and full_name not in ignored:
+                owner = type(block.get_submodule(name.rpartition(".")[0])).__name__
+                raise RecipeError(
+                    f"{full_name} (a {owner}, {parameter.numel() / total:.0%} of its block's weights) is no Linear "
+                    "layer, and can't be quantized",
+                    where=decoder.folder,
+                    fix=f"keep it as it is: put `*.{name}` in `ignore`",
+                )
 
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))

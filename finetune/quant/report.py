@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import QualityGateError
 from finetune.files import write_json
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.shards import StoredTensor
@@ -67,6 +68,23 @@ def describe_layers(
         }
         described.append({"layer": layer, "scheme": entry["scheme"], **stored, **entry})
     return described
+
+
+def check_limits(figures: Mapping[str, Any] | None, limits: Mapping[str, float | None], *, where: str) -> None:
+    """Raise QualityGateError where one of the end-to-end ``figures`` is above its limit; a limit of None is none."""
+    failures = []
+    for key, limit in limits.items():
+        if limit is None:
+            continue
+        assert figures is not None, "the caller refuses limits without text to measure on"
+        if not figures[key] <= limit:  # a NaN fails, too
+            failures.append(f"{key} is {figures[key]:.4g}, must be at most {limit:.4g}")
+    if failures:
+        raise QualityGateError(
+            "; ".join(failures),
+            where=where,
+            fix="the model is there; more bits, smaller groups or more calibration text cost less, or move the limit",
+        )
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:

@@ -31,6 +31,10 @@ class CalibrationSettings(Section):
     """Sequences in one forward; changes memory and speed."""
 
 
+TUNING_EPOCHS = {"best": 2}
+"""Of the methods that tune by default."""
+
+
 class OverrideSettings(Section):
     """Layers that are stored otherwise than the rest; of several entries that name a layer, the last one counts."""
 
@@ -93,6 +97,9 @@ class QuantizeSettings(Section):
     smoothing: Annotated[float, Field(ge=0, le=1)] | Literal["search"] | None = "search"
     """For int8 inputs, with calibration: how much of an input's outliers moves into the weights; null moves nothing,
     ``search`` chooses for each input."""
+    tuning_epochs: int | None = Field(None, ge=0)
+    """Passes over the calibration samples that tune scales and norms to the unquantized model's predictions, through
+    the whole model. Default: what the method does."""
     kv_cache: Literal["int8"] | None = None
     """Only null: no loader applies a scheme of int8 keys and values that a model folder names."""
     max_shard_size: str = "5GB"
@@ -108,7 +115,7 @@ class QuantizeSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_group_size(cls, value: Any) -> Any:
-        return _with_group_size(_with_method(value), "w4a16")
+        return _with_tuning(_with_group_size(_with_method(value), "w4a16"))
 
     @field_validator("scheme")
     @classmethod
@@ -175,7 +182,7 @@ class QuantizeSettings(Section):
     def needs_calibration(self) -> bool:
         schemes = (self.scheme, *(override.scheme for override in self.overrides))
         kept_scales = [args for scheme in schemes if (args := SCHEMES[scheme].activations) and not args.dynamic]
-        return self.method != "rtn" or bool(kept_scales)
+        return self.method != "rtn" or bool(kept_scales) or bool(self.tuning_epochs)
 
     @property
     def uses_calibration(self) -> bool:
@@ -204,6 +211,12 @@ def _with_method(value: Any) -> Any:
     scheme = SCHEMES.get(str(value.get("scheme"))) if isinstance(value, dict) else None
     if scheme is not None and scheme.methods is not None and "method" not in value:
         return {**value, "method": scheme.methods[0]}
+    return value
+
+
+def _with_tuning(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("tuning_epochs") is None:
+        return {**value, "tuning_epochs": TUNING_EPOCHS.get(str(value.get("method", "gptq")), 0)}
     return value
 
 

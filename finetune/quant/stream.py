@@ -25,6 +25,7 @@ from finetune.quant.activations import (
     static_scale,
 )
 from finetune.quant.decoder import BlockCall, StreamedDecoder
+from finetune.quant.experts import RoutedTokens, joined_stages, routed_mask
 from finetune.quant.methods import METHODS, QuantizedWeight
 from finetune.quant.scales import relative_error, weight_values
 from finetune.quant.scheme import QuantScheme
@@ -98,7 +99,7 @@ class BlockQuantizer:
     def scheme_of(self, index: int, layer: str) -> QuantScheme:
         return self.schemes[f"{self.decoder.block_name(index)}.{layer}"]
 
-    def _input_roundings(self, index: int, quantized: Mapping[str, QuantizedWeight]) -> dict[str, InputRounding | None]:
+    def input_roundings(self, index: int, quantized: Mapping[str, QuantizedWeight]) -> dict[str, InputRounding | None]:
         roundings: dict[str, InputRounding | None] = {}
         for name, weight in quantized.items():
             activations = self.scheme_of(index, name).activations
@@ -112,8 +113,14 @@ class BlockQuantizer:
         for name, weight in result.quantized.items():
             tensors[f"{name}.weight"] = weight_values(weight, dtype)
         with self.decoder.block(index, tensors, dtype=dtype) as block:
-            layers = {name: block.get_submodule(name) for name in result.quantized}
-            with quantized_inputs(layers, self._input_roundings(index, result.quantized)):
+            layers = {name: _linear(block, name) for name in result.quantized}
+            for name, weight in result.quantized.items():
+                if f"{self.decoder.block_name(index)}.{name}.weight" in self.decoder.parts:
+                    # Transformers fuses experts while it loads: they are dequantized, and compute, in their scales'
+                    # dtype, whatever dtype the load asks for.
+                    values_OI = weight_values(weight, weight.scale.dtype).to(self.decoder.device)
+                    layers[name].weight = nn.Parameter(values_OI, requires_grad=False)
+            with quantized_inputs(layers, self.input_roundings(index, result.quantized)):
                 yield block
 
     @torch.no_grad()
@@ -169,19 +176,38 @@ class BlockQuantizer:
                 scheme=rounding[0],
             )
         groups = [part for group in groups for part in self._by_scheme(index, group)]
-        stages = [[group] for group in groups] if self.true_sequential else [groups]
+        stages = joined_stages([[group] for group in groups], block) if self.true_sequential else [groups]
+        routed = self._count_routed_tokens(block, index, stream)
         for stage in stages:
             done = {name: layers[name] for name in quantized}
-            with quantized_inputs(done, self._input_roundings(index, quantized)):
+            with quantized_inputs(done, self.input_roundings(index, quantized)):
                 inputs = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream)
             for group in stage:
                 self._quantize_layers(group, inputs[group[0]], tensors, quantized, report, index)
                 for name in group:
                     weight = quantized[name]
                     layers[name].weight = nn.Parameter(weight_values(weight, stream.dtype), requires_grad=False)
+        prefix = self.decoder.block_name(index) + "."
+        of_experts = routed.describe(wanted)
+        for entry in report:
+            entry.update(of_experts.get(entry["layer"].removeprefix(prefix), {}))
+        routed.reset()
         if self.smoothing is not None and rounding:
             for entry in report:
                 entry["smoothed"] = entry["layer"].removeprefix(self.decoder.block_name(index) + ".") in smoothed
+
+    def _count_routed_tokens(self, block: nn.Module, index: int, stream: Stream) -> RoutedTokens:
+        """How many tokens go to each expert; those with too few are given all from now on."""
+        routed = RoutedTokens(block)
+        for chunk in stream.chunks() if routed.modules else []:
+
+            def add(name: str, args: tuple[Any, ...], mask_BS: Tensor | None = chunk.masks[0]) -> None:
+                routed.add(name, args[1], mask_BS)
+
+            outputs = chunk.forward(block, index, self.decoder.device)
+            run_and_catch(routed.modules, lambda outputs=outputs: list(outputs), add, whole=True)
+        routed.calibrate_short_on_all()
+        return routed
 
     def _by_scheme(self, index: int, group: list[str]) -> list[list[str]]:
         parts: dict[QuantScheme, list[str]] = {}
@@ -196,7 +222,7 @@ class BlockQuantizer:
         for chunk in stream.chunks():
 
             def add(name: str, hidden_BSI: Tensor, mask_BS: Tensor | None = chunk.masks[0]) -> None:
-                sums[name].add(hidden_BSI, mask_BS)
+                sums[name].add(hidden_BSI, routed_mask(block, name, mask_BS))
 
             run_and_catch(layers, lambda chunk=chunk: list(chunk.forward(block, index, self.decoder.device)), add)
         for name, total in sums.items():

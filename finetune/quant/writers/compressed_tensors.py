@@ -21,6 +21,7 @@ from finetune.model.packed import pack_words, unpack_words
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.layer_patterns import exact_patterns
 from finetune.quant.methods import QuantizedWeight
+from finetune.quant.plain_load import check_plain_load, kept_names
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.shards import StoredTensor, write_model_config, write_shards
 from finetune.quant.writers import WRITERS
@@ -43,6 +44,7 @@ def packing(scheme: QuantScheme) -> str:
 
 class CompressedTensorsWriter:
     def check(self, decoder: StreamedDecoder, schemes: Mapping[str, QuantScheme]) -> None:
+        check_plain_load(decoder, schemes)
         distinct = set(schemes.values())
         if any(scheme.weights.num_bits not in (2, 4, 8) for scheme in distinct):
             _require_dense_packing()
@@ -111,7 +113,8 @@ class CompressedTensorsWriter:
         max_shard_size_bytes: int,
     ) -> int:
         total = write_shards(tensors, folder, max_shard_size_bytes=max_shard_size_bytes)
-        write_model_config(decoder, folder, quantization_config=self.quantization_config(schemes, kept))
+        config = self.quantization_config(schemes, kept_names(decoder, kept))
+        write_model_config(decoder, folder, quantization_config=config)
         return total
 
     def quantization_config(self, schemes: Mapping[str, QuantScheme], kept: list[str]) -> dict[str, Any]:

@@ -1,0 +1,11 @@
+"""The best for its time that measuring found: GPTQ with coordinate descent, then scales and norms tuned end to end.
+
+The second part is ``finetune.quant.tuning``, which this method's default of ``tuning_epochs`` turns on.
+"""
+
+from __future__ import annotations
+
+from finetune.quant.methods import METHODS, QuantMethod
+from finetune.quant.methods.gptq import quantize_gptq
+
+METHODS.register("best")(QuantMethod(needs_calibration=True, quantize=quantize_gptq))
