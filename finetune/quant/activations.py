@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,10 +65,12 @@ class InputRounding:
 
 
 @contextmanager
-def quantized_inputs(layers: Mapping[str, nn.Module], how: Mapping[str, InputRounding | None]) -> Iterator[None]:
+def quantized_inputs(
+    layers: Mapping[str, nn.Module], how: Mapping[str, Callable[[Tensor], Tensor] | None]
+) -> Iterator[None]:
     """Within: the inputs of ``layers`` are rounded as they will be at inference, each as ``how`` has it (None: not)."""
 
-    def round_input(rounding: InputRounding, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def round_input(rounding: Callable[[Tensor], Tensor], _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (rounding(args[0]), *args[1:])
 
     with ExitStack() as stack:

@@ -96,17 +96,18 @@ def quantize_model(
         act_order=settings.act_order,
         true_sequential=settings.true_sequential,
         smoothing=settings.smoothing,
+        rounding_iterations=settings.rounding_iterations,
     )
     stream, tuning = None, None
     if samples is not None:
         assert settings.calibration is not None
         stream = calibration_stream(decoder, samples, settings.calibration.micro_batch_size)
     _quantize_blocks(quantizer, work, stream)
-    if settings.tuning_epochs:
+    if settings.tuning_steps:
         assert samples is not None, "the settings ask for calibration data"
         assert settings.calibration is not None
         stream = calibration_stream(decoder, samples, settings.calibration.micro_batch_size)
-        tuning = _tune(quantizer, work, stream, epochs=settings.tuning_epochs, seed=seed)
+        tuning = _tune(quantizer, work, stream, steps=settings.tuning_steps, seed=seed)
     del stream
     done = _observe(quantizer, work, samples)
     linears = linear_names(decoder.model)
@@ -192,7 +193,7 @@ def _quantize_blocks(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream
                 stream.advance(block, index, decoder.device)
 
 
-def _tune(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream, *, epochs: int, seed: int) -> dict[str, Any]:
+def _tune(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream, *, steps: int, seed: int) -> dict[str, Any]:
     """Tune scales and norms of the blocks in ``work``, which holds the tuned ones afterwards; for the report."""
     started = time.perf_counter()
     if not work.has_tuned():
@@ -204,11 +205,11 @@ def _tune(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream, *, epochs
             folder=work.spill_folder() / "tuning",
         )
         losses = tuner.tune(
-            epochs=epochs,
+            steps=steps,
             seed=seed,
             save=lambda index, result: work.save(index, names[index], result, tuned=True),
         )
-        work.note_tuning({"epochs": epochs, "kl_of_each_step": losses})
+        work.note_tuning({"steps": steps, "kl_of_each_step": losses})
     work.use_tuned()
     return {**work.tuning_note(), "seconds": round(time.perf_counter() - started, 2)}
 

@@ -31,7 +31,7 @@ class CalibrationSettings(Section):
     """Sequences in one forward; changes memory and speed."""
 
 
-TUNING_EPOCHS = {"best": 2}
+TUNING_STEPS = {"best": 64}
 """Of the methods that tune by default."""
 
 
@@ -97,9 +97,11 @@ class QuantizeSettings(Section):
     smoothing: Annotated[float, Field(ge=0, le=1)] | Literal["search"] | None = "search"
     """For int8 inputs, with calibration: how much of an input's outliers moves into the weights; null moves nothing,
     ``search`` chooses for each input."""
-    tuning_epochs: int | None = Field(None, ge=0)
-    """Passes over the calibration samples that tune scales and norms to the unquantized model's predictions, through
-    the whole model. Default: what the method does."""
+    rounding_iterations: int = Field(200, ge=1)
+    """Of the method learned, in each block."""
+    tuning_steps: int | None = Field(None, ge=0)
+    """Steps of 2,048 calibration tokens that tune scales and norms to the unquantized model's predictions, through the
+    whole model; when the samples run out they are taken again. Default: what the method does."""
     kv_cache: Literal["int8"] | None = None
     """Only null: no loader applies a scheme of int8 keys and values that a model folder names."""
     max_shard_size: str = "5GB"
@@ -160,6 +162,8 @@ class QuantizeSettings(Section):
                     f"format {self.format_name} doesn't hold {scheme}; {scheme} can be stored as "
                     + ", ".join(SCHEMES[scheme].formats)
                 )
+        if self.method == "smoothquant" and SCHEMES[self.scheme].activations is None:
+            raise ValueError(f"smoothquant is for int8 inputs, {self.scheme} has none; set `scheme: w8a8`")
         if self.calibration_is_complete:
             self.check_calibration()
         return self
@@ -182,7 +186,7 @@ class QuantizeSettings(Section):
     def needs_calibration(self) -> bool:
         schemes = (self.scheme, *(override.scheme for override in self.overrides))
         kept_scales = [args for scheme in schemes if (args := SCHEMES[scheme].activations) and not args.dynamic]
-        return self.method != "rtn" or bool(kept_scales) or bool(self.tuning_epochs)
+        return self.method != "rtn" or bool(kept_scales) or bool(self.tuning_steps)
 
     @property
     def uses_calibration(self) -> bool:
@@ -215,8 +219,8 @@ def _with_method(value: Any) -> Any:
 
 
 def _with_tuning(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("tuning_epochs") is None:
-        return {**value, "tuning_epochs": TUNING_EPOCHS.get(str(value.get("method", "gptq")), 0)}
+    if isinstance(value, dict) and value.get("tuning_steps") is None:
+        return {**value, "tuning_steps": TUNING_STEPS.get(str(value.get("method", "gptq")), 0)}
     return value
 
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from finetune.quant.activations import fake_quantize_inputs, run_and_catch
-from finetune.quant.scales import dequantize, extreme_scales, round_to_codes
 from finetune.quant.scheme import QuantScheme
+from finetune.quant.zero_points import rounded_to_nearest
 
 SEARCHED_STRENGTHS = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+AWQ_STRENGTHS = [0.25, 0.5, 0.75, 1.0]
 SEARCH_TOKENS = 1024
 """Tokens of the first calibration chunk on which the strengths are compared."""
 _TINY = 1e-5
@@ -98,32 +99,41 @@ def smoothing_factors(largest_I: Tensor, weights: list[Tensor], strength: float)
     input_I = largest_I.float().clamp_min(_TINY)
     weight_I = torch.stack([weight_OI.float().abs().amax(0) for weight_OI in weights]).amax(0).clamp_min(_TINY)
     exponent_I = strength * input_I.log2() - (1 - strength) * weight_I.log2()
+    return power_of_two(exponent_I, largest_I)
+
+
+def power_of_two(exponent_I: Tensor, range_I: Tensor) -> Tensor:
     exponent_I = (exponent_I - exponent_I.mean()).round().clamp(-8, 8)
     # An input that is always 0 keeps its weights as they are.
-    return torch.where(largest_I > 0, exponent_I.exp2(), 1.0)
+    return torch.where(range_I > 0, exponent_I.exp2(), 1.0)
 
 
 def searched_factors(largest_I: Tensor, weights: list[Tensor], sample_NI: Tensor, scheme: QuantScheme) -> Tensor:
     """Of ``smoothing_factors`` with each of SEARCHED_STRENGTHS, and of no smoothing, those of least output error.
 
+    Where inputs stay floats that is the search of AWQ (Lin et al., 2023, arXiv:2306.00978), whose own factors, typical
+    input ** strength, are tried as well.
+
     An input's range is its largest value or its root mean square, whichever does better: a down projection's few huge
     tokens say little about the others (a quarter less error by the latter). The error is that of rounding to nearest:
     weights by their rows' extremes, inputs ``sample_NI`` by their tokens', or by their own where the scale is static.
     """
-    assert scheme.activations is not None
     weight_OI = torch.cat([weight.to(sample_NI.device, torch.float32) for weight in weights])
     exact_NO = sample_NI @ weight_OI.T
     candidates = [torch.ones_like(largest_I)]
     typical_I = sample_NI.square().mean(0).sqrt().cpu()
     for range_I in (largest_I, torch.where(largest_I > 0, typical_I, 0.0)):
         candidates += [smoothing_factors(range_I, weights, strength) for strength in SEARCHED_STRENGTHS]
+    if scheme.activations is None:
+        candidates += [power_of_two(typical_I.clamp_min(_TINY).log2() * s, typical_I) for s in AWQ_STRENGTHS]
     errors = []
     for candidate_I in candidates:
         factor_I = candidate_I.to(sample_NI.device)
         scaled_OI = weight_OI * factor_I
-        scale_O1 = extreme_scales(scaled_OI, scheme.weights, torch.float32)
-        rounded_OI = dequantize(round_to_codes(scaled_OI, scale_O1, scheme.weights), scale_O1)
-        rounded_NI = fake_quantize_inputs(sample_NI / factor_I, scheme.activations)
+        rounded_OI = rounded_to_nearest(scaled_OI, scheme.weights)
+        rounded_NI = sample_NI / factor_I
+        if scheme.activations is not None:
+            rounded_NI = fake_quantize_inputs(rounded_NI, scheme.activations)
         errors.append(float((rounded_NI @ rounded_OI.T - exact_NO).square().mean()))
     return candidates[errors.index(min(errors))]
 

@@ -91,6 +91,8 @@ class BlockQuantizer:
     true_sequential: bool
     smoothing: float | Literal["search"] | None
     """Strength of the smoothing of int8 inputs; None leaves them as they are."""
+    rounding_iterations: int = 0
+    """Of a method that learns its rounding, in each block."""
 
     def layers_of(self, index: int) -> list[str]:
         prefix = self.decoder.block_name(index) + "."
@@ -138,10 +140,43 @@ class BlockQuantizer:
                 self._quantize_layers([name], None, tensors, quantized, report, index)
         else:
             with self.decoder.block(index, tensors, dtype=stream.dtype) as block:
-                self._quantize_in_order(block, index, wanted, stream, tensors, quantized, report)
+                learns = METHODS[self.method].learns and self.rounding_iterations
+                targets = [out_BSD.cpu() for out_BSD in stream.forward(block, index, self.decoder.device) if learns]
+                hessians = self._quantize_in_order(block, index, wanted, stream, tensors, quantized, report)
+                if learns:
+                    self._learn(block, index, stream, targets, tensors, hessians, quantized, report)
         rest = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in quantized}
         order = list(self.schemes)
         return BlockResult(rest, quantized, sorted(report, key=lambda entry: order.index(entry["layer"])))
+
+    def _learn(
+        self,
+        block: nn.Module,
+        index: int,
+        stream: Stream,
+        targets: list[Tensor],
+        tensors: dict[str, Tensor],
+        hessians: dict[str, Tensor],
+        quantized: dict[str, QuantizedWeight],
+        report: list[dict[str, Any]],
+    ) -> None:
+        """Replace ``quantized`` by what learning makes of it; the report's seconds get a layer's share of its time."""
+        from finetune.quant.learned_rounding import learn_rounding
+
+        started = time.perf_counter()
+        weights = {name: tensors[f"{name}.weight"] for name in quantized}
+        iterations = self.rounding_iterations
+        learned = learn_rounding(self, index, block, weights, quantized, stream, targets, iterations=iterations)
+        seconds = (time.perf_counter() - started) / len(learned)
+        quantized.update(learned)
+        prefix = self.decoder.block_name(index) + "."
+        for entry in report:
+            name = entry["layer"].removeprefix(prefix)
+            values_OI = weight_values(learned[name], torch.float32)
+            entry["relative_error"] = relative_error(
+                weights[name].to(values_OI.device).float(), values_OI, hessians[name]
+            )
+            entry["seconds"] = round(entry["seconds"] + seconds, 3)
 
     def _quantize_in_order(
         self,
@@ -152,8 +187,10 @@ class BlockQuantizer:
         tensors: dict[str, Tensor],
         quantized: dict[str, QuantizedWeight],
         report: list[dict[str, Any]],
-    ) -> None:
+    ) -> dict[str, Tensor]:
+        """Quantize the block's layers in the order of its forward; returns their Hessians if the method learns."""
         device = self.decoder.device
+        hessians: dict[str, Tensor] = {}
         layers = {name: _linear(block, name) for name in wanted}
         first_chunk = stream.chunks()[0]
         groups = shared_inputs(layers, lambda: list(first_chunk.forward(block, index, device)))
@@ -164,7 +201,10 @@ class BlockQuantizer:
                 fix="put it in `ignore`",
             )
         smoothed: set[str] = set()
-        rounding = [scheme for name in wanted if (scheme := self.scheme_of(index, name)).activations is not None]
+        scaling = METHODS[self.method].scales_inputs
+        rounding = [
+            scheme for name in wanted if (scheme := self.scheme_of(index, name)).activations is not None or scaling
+        ]
         if self.smoothing is not None and rounding:
             chunks = stream.chunks()
             smoothed = smooth_block(
@@ -184,6 +224,8 @@ class BlockQuantizer:
                 inputs = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream)
             for group in stage:
                 self._quantize_layers(group, inputs[group[0]], tensors, quantized, report, index)
+                if METHODS[self.method].learns:
+                    hessians.update(dict.fromkeys(group, inputs[group[0]].mean()))
                 for name in group:
                     weight = quantized[name]
                     layers[name].weight = nn.Parameter(weight_values(weight, stream.dtype), requires_grad=False)
@@ -195,6 +237,7 @@ class BlockQuantizer:
         if self.smoothing is not None and rounding:
             for entry in report:
                 entry["smoothed"] = entry["layer"].removeprefix(self.decoder.block_name(index) + ".") in smoothed
+        return hessians
 
     def _count_routed_tokens(self, block: nn.Module, index: int, stream: Stream) -> RoutedTokens:
         """How many tokens go to each expert; those with too few are given all from now on."""

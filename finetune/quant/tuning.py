@@ -13,6 +13,7 @@ Shapes: B sequences, S tokens, D hidden size, V vocabulary, N positions; O, G as
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -90,18 +91,18 @@ class ScaleTuner:
         self._folder = folder
         self._num_blocks = len(self._decoder.blocks)
 
-    def tune(self, *, epochs: int, seed: int, save: Callable[[int, BlockResult], None]) -> list[float]:
-        """Go ``epochs`` times through the samples, then ``save`` every block; returns the loss of each step (nats)."""
+    def tune(self, *, steps: int, seed: int, save: Callable[[int, BlockResult], None]) -> list[float]:
+        """Take ``steps`` steps, then ``save`` every block; returns the loss of each step (nats a token)."""
         self._folder.mkdir(parents=True, exist_ok=True)
         targets = self._exact_outputs()
         for index in range(self._num_blocks):
             self._store(index, _Tuned.untouched(self._load(index)))
         per_step = max(1, TOKENS_PER_STEP // self._inputs.hidden[0].shape[1])
-        steps = [rows for epoch in range(epochs) for rows in self._batches(per_step, seed + epoch)]
+        samples = itertools.chain.from_iterable(self._batches(per_step, seed + epoch) for epoch in itertools.count())
         losses = []
         with self._decoder.head(dtype=self._inputs.dtype) as head:
-            for number, rows in enumerate(tqdm(steps, desc="tune", unit="step", disable=None), start=1):
-                losses.append(self._step(rows, targets, head, number=number, share=_rate(number, len(steps))))
+            for number in tqdm(range(1, steps + 1), desc="tune", unit="step", disable=None):
+                losses.append(self._step(next(samples), targets, head, number=number, share=_rate(number, steps)))
         for index in range(self._num_blocks):
             block = self._load(index)
             tuned, change = self._restore(index), {}
@@ -214,7 +215,7 @@ class ScaleTuner:
         """Within: ``run(values, call, hidden)`` computes the quantized block with ``values`` in place of its floats."""
         device, dtype = self._decoder.device, self._inputs.dtype
         roundings = self._quantizer.input_roundings(index, block.quantized)
-        straight = {name: rounding and partial(_round_straight, rounding) for name, rounding in roundings.items()}
+        straight = {name: rounding and partial(round_straight, rounding) for name, rounding in roundings.items()}
         with self._decoder.block(index, block.tensors, dtype=dtype) as module:  # quantized weights come with each run
 
             def run(values: dict[str, Tensor], call: BlockCall, hidden_BSD: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ class ScaleTuner:
                     weights[f"{name}.weight"] = _dequantize(weight, scale_OG)
                 return call.run(lambda *args, **kwargs: functional_call(module, weights, args, kwargs), hidden_BSD)
 
-            with quantized_inputs({name: module.get_submodule(name) for name in straight}, straight):  # type: ignore[arg-type]
+            with quantized_inputs({name: module.get_submodule(name) for name in straight}, straight):
                 yield run
 
     def _store(self, index: int, tuned: _Tuned) -> None:
@@ -259,7 +260,7 @@ def _dequantize(weight: QuantizedWeight, scale_OG: Tensor) -> Tensor:
     return dequantize(weight.codes.to(scale_OG.device), scale_OG, zero_point)
 
 
-def _round_straight(rounding: InputRounding, hidden_BSI: Tensor) -> Tensor:
+def round_straight(rounding: InputRounding, hidden_BSI: Tensor) -> Tensor:
     """Rounded, with the gradient of what isn't (Bengio et al., 2013, arXiv:1308.3432)."""
     return hidden_BSI + (rounding(hidden_BSI.detach()) - hidden_BSI).detach()
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finetune.quant.scales import SERIAL_ELEMENTS, grouped, nearest_codes_, stored_scales
+from finetune.quant.scales import (
+    SERIAL_ELEMENTS,
+    dequantize,
+    extreme_scales,
+    grouped,
+    nearest_codes_,
+    round_to_codes,
+    stored_scales,
+)
 from finetune.quant.scheme import WeightArgs
 
 ZERO_STEPS = (0, -1, 1)
@@ -37,6 +45,16 @@ def extreme_scales_and_zero_points(
     """
     scale_OG, zero_OG = _unclipped(grouped(weight_OI, weights), weights)
     return stored_scales(scale_OG, scale_dtype), (zero_OG + weights.code_min).to(torch.int8)
+
+
+def rounded_to_nearest(weight_OI: Tensor, weights: WeightArgs) -> Tensor:
+    """weight_OI as rounding to nearest under unclipped float32 scales leaves it, in float32."""
+    if weights.symmetric:
+        scale_OG, zero_point_OG = extreme_scales(weight_OI, weights, torch.float32), None
+    else:
+        scale_OG, zero_point_OG = extreme_scales_and_zero_points(weight_OI, weights, torch.float32)
+    codes_OI = round_to_codes(shifted(weight_OI, scale_OG, zero_point_OG), scale_OG, weights)
+    return dequantize(codes_OI, scale_OG, zero_point_OG)
 
 
 def searched_scales_and_zero_points(

@@ -43,6 +43,10 @@ class QuantMethod:
     needs_calibration: bool
     quantize: Callable[..., QuantizedWeight]
     """``quantize(weight_OI, hessian_II or None, *, weights: WeightArgs, scale_dtype, damp, act_order)``, float32."""
+    scales_inputs: bool = False
+    """Whether inputs that stay floats are scaled, as ``smoothing`` scales int8 ones."""
+    learns: bool = False
+    """Whether ``learned_rounding`` goes on from the codes that ``quantize`` finds."""
 
 
 METHODS: Registry[QuantMethod] = Registry("quantization method", package="finetune.quant.methods")

@@ -1,6 +1,6 @@
 """The best for its time that measuring found: GPTQ with coordinate descent, then scales and norms tuned end to end.
 
-The second part is ``finetune.quant.tuning``, which this method's default of ``tuning_epochs`` turns on.
+The second part is ``finetune.quant.tuning``, which this method's default of ``tuning_steps`` turns on.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ def quantize_gptq(
     assert hessian_II is not None
     assert torch.isfinite(hessian_II).all(), "the caller refuses inputs that aren't finite"
     energy_I = hessian_II.diagonal()
-    # An input that is always zero says nothing about its weights: let a sliver of the mean keep them in the search.
-    importance_I = energy_I + 1e-4 * energy_I.mean()
+    importance_I = importance(hessian_II)
     zero_point_OG = None
     if weights.symmetric:
         scale_OG, clip = searched_scales(weight_OI, importance_I, weights, scale_dtype, CLIP_RATIOS)
@@ -72,6 +71,13 @@ def quantize_gptq(
             _descend(weight_IO, codes_IO, scale_IO, damped_II, weights)
         codes_OI[rows, order_I] = codes_IO.T.to(torch.int8)
     return QuantizedWeight(codes=codes_OI, scale=scale_OG, zero_point=zero_point_OG, damp=damp_used, clip=clip)
+
+
+def importance(hessian_II: Tensor) -> Tensor:
+    """importance_I of a weight's error: its input's energy."""
+    energy_I = hessian_II.diagonal()
+    # An input that is always zero says nothing about its weights: let a sliver of the mean keep them in the search.
+    return energy_I + 1e-4 * energy_I.mean()
 
 
 def inverse_cholesky(hessian_II: Tensor, *, damp: float) -> tuple[Tensor, float]:
