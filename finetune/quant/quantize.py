@@ -33,12 +33,14 @@ from finetune.quant.report import (
     write_report,
 )
 from finetune.quant.settings import QuantizeSettings
-from finetune.quant.shards import StoredTensor, stored_tensors
 from finetune.quant.stream import CALIBRATION_DTYPE, PROBE_DTYPE, BlockQuantizer, Stream
+from finetune.quant.tuning import ScaleTuner
 from finetune.quant.work import WorkFolder
 from finetune.quant.writers import WRITERS
 
 NUM_PROBE_TOKENS = 64
+_NOT_DECIDING = {"verify", "max_shard_size", "activation_memory"}
+"""Settings that leave the blocks' bytes as they are."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _WRITTEN_ANEW = {"config.json", "README.md", "manifest.json", "verification.json", REPORT_NAME, PLOT_NAME}
 
@@ -51,6 +53,7 @@ def quantize_model(
     seed: int,
     device: str = "cpu",
     verify: Callable[[Path], dict[str, Any]] | None = None,
+    restart: bool = False,
 ) -> dict[str, Any]:
     """Write the quantized model of ``model_folder`` to ``out`` (replaced when all is done).
 
@@ -59,8 +62,9 @@ def quantize_model(
     raises CheckpointError nothing is published. ``settings.verify: false`` leaves it out.
 
     Same arguments, same machine: same bytes. A killed run goes on at its first unfinished block, and ends with the
-    bytes of an undisturbed one. Raises RecipeError for what doesn't fit the model (before any calibration),
-    DataError for calibration data without a token, CheckpointError for damaged weights, ResourceError for a full disk.
+    bytes of an undisturbed one; ``restart`` drops what it left. Raises RecipeError for what doesn't fit the model
+    (before any calibration), DataError for calibration data without a token, CheckpointError for damaged weights, or
+    for an unfinished run that was begun otherwise, ResourceError for a full disk.
     """
     started = time.perf_counter()
     if out.resolve() == model_folder.resolve():
@@ -81,7 +85,8 @@ def quantize_model(
     source_bytes = sum((model_folder / name).stat().st_size for name in decoder.source.files())
     require_free_bytes(out, 2 * source_bytes)
 
-    work = WorkFolder(out, _fingerprint(decoder, settings, samples), writer=writer, schemes=schemes)
+    begun_with = _begun_with(decoder, settings, samples)
+    work = WorkFolder(out, begun_with, decoder=decoder, writer=writer, schemes=schemes, restart=restart)
     quantizer = BlockQuantizer(
         decoder,
         schemes,
@@ -91,17 +96,29 @@ def quantize_model(
         act_order=settings.act_order,
         true_sequential=settings.true_sequential,
         smoothing=settings.smoothing,
+        rounding_iterations=settings.rounding_iterations,
     )
-    done = _quantize_blocks(quantizer, work, settings, samples)
+    stream, tuning = None, None
+    if samples is not None:
+        assert settings.calibration is not None
+        stream = calibration_stream(decoder, samples, settings.calibration.micro_batch_size)
+    _quantize_blocks(quantizer, work, stream)
+    if settings.tuning_steps:
+        assert samples is not None, "the settings ask for calibration data"
+        assert settings.calibration is not None
+        stream = calibration_stream(decoder, samples, settings.calibration.micro_batch_size)
+        tuning = _tune(quantizer, work, stream, steps=settings.tuning_steps, seed=seed)
+    del stream
+    done = _observe(quantizer, work, samples)
     linears = linear_names(decoder.model)
     kept = [name for name in linears if name not in schemes]
     shapes = {name: (linears[name].out_features, linears[name].in_features) for name in schemes}
-    stored = {tensor.name: tensor for tensor in _output_tensors(decoder, work)}
+    stored = {tensor.name: tensor for tensor in work.output_tensors()}
     sizes = stored_sizes(stored, schemes, shapes, writer)
     with published_folder(out) as folder:
         output_bytes = writer.publish(
             folder,
-            list(stored.values()),
+            work.named_as_written(stored.values()),
             decoder=decoder,
             schemes=schemes,
             kept=kept,
@@ -122,7 +139,9 @@ def quantize_model(
             "relative_error": sum(entry["relative_error"] for entry in done.layers) / len(done.layers),
             "max_damp": max((entry["damp"] for entry in done.layers if entry["damp"] is not None), default=None),
             "calibration": samples.counts if samples is not None else None,
+            "tuning": tuning,
             "end_to_end": done.end_to_end,
+            "carried_over": decoder.carried_over,
             "notes": notes,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -159,23 +178,9 @@ class _Blocks:
     """(T, V)"""
 
 
-def _quantize_blocks(
-    quantizer: BlockQuantizer, work: WorkFolder, settings: QuantizeSettings, samples: CalibrationSamples | None
-) -> _Blocks:
-    """Quantize (or take over) every block into ``work``, while calibration, probe and evaluation stream by."""
+def _quantize_blocks(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream | None) -> None:
+    """Quantize every block into ``work`` that isn't there yet, while the calibration samples stream by."""
     decoder = quantizer.decoder
-    stream = evaluation = None
-    probe_ids = probe_input_ids(decoder.config.get_text_config().vocab_size)
-    if samples is not None:
-        assert settings.calibration is not None
-        stream = calibration_stream(decoder, samples, settings.calibration.micro_batch_size)
-        if samples.evaluation_ids.shape[1] > 1:
-            evaluation = EndToEnd(decoder, samples, ["quantized"])
-        probe_ids = samples.input_ids[0][samples.mask[0]][:NUM_PROBE_TOKENS].tolist()
-    hidden, calls = decoder.embed([torch.tensor([probe_ids])], dtype=PROBE_DTYPE)
-    probe = Stream(hidden, [None], calls, PROBE_DTYPE)
-    layers: list[dict[str, Any]] = []
-    blocks: list[dict[str, Any]] = []
     num_blocks = len(decoder.blocks)
     for index in tqdm(range(num_blocks), desc="quantize", unit="block", disable=None):
         name = decoder.block_name(index)
@@ -183,19 +188,55 @@ def _quantize_blocks(
         if result is None:
             result = quantizer.quantize(index, stream)
             work.save(index, name, result)
+        if stream is not None and index + 1 < num_blocks:
+            with quantizer.quantized_block(index, result, dtype=stream.dtype) as block:
+                stream.advance(block, index, decoder.device)
+
+
+def _tune(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream, *, steps: int, seed: int) -> dict[str, Any]:
+    """Tune scales and norms of the blocks in ``work``, which holds the tuned ones afterwards; for the report."""
+    started = time.perf_counter()
+    if not work.has_tuned():
+        names = [quantizer.decoder.block_name(index) for index in range(len(quantizer.decoder.blocks))]
+        tuner = ScaleTuner(
+            quantizer,
+            stream,
+            load=lambda index: work.loaded(index, names[index], quantizer.layers_of(index)),
+            folder=work.spill_folder() / "tuning",
+        )
+        losses = tuner.tune(
+            steps=steps,
+            seed=seed,
+            save=lambda index, result: work.save(index, names[index], result, tuned=True),
+        )
+        work.note_tuning({"steps": steps, "kl_of_each_step": losses})
+    work.use_tuned()
+    return {**work.tuning_note(), "seconds": round(time.perf_counter() - started, 2)}
+
+
+def _observe(quantizer: BlockQuantizer, work: WorkFolder, samples: CalibrationSamples | None) -> _Blocks:
+    """What the blocks in ``work`` compute: the probe's logits, and what quantization costs on text."""
+    decoder = quantizer.decoder
+    evaluation = None
+    probe_ids = probe_input_ids(decoder.config.get_text_config().vocab_size)
+    if samples is not None:
+        if samples.evaluation_ids.shape[1] > 1:
+            evaluation = EndToEnd(decoder, samples, ["quantized"])
+        probe_ids = samples.input_ids[0][samples.mask[0]][:NUM_PROBE_TOKENS].tolist()
+    hidden, calls = decoder.embed([torch.tensor([probe_ids])], dtype=PROBE_DTYPE)
+    probe = Stream(hidden, [None], calls, PROBE_DTYPE)
+    layers: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
+    for index in range(len(decoder.blocks)):
+        name = decoder.block_name(index)
+        result = work.loaded(index, name, quantizer.layers_of(index))
         layers += result.report
         with quantizer.quantized_block(index, result, dtype=PROBE_DTYPE) as block:
             probe.advance(block, index, decoder.device)
-        if stream is None:
-            continue
         if evaluation is not None:
             evaluation.advance_exact(index)
-        with quantizer.quantized_block(index, result, dtype=CALIBRATION_DTYPE) as block:
-            if evaluation is not None:
+            with quantizer.quantized_block(index, result, dtype=CALIBRATION_DTYPE) as block:
                 blocks.append({"block": name, "hidden_error": evaluation.advance("quantized", index, block)})
-            if index + 1 < num_blocks:
-                stream.advance(block, index, decoder.device)
-    del stream
     return _Blocks(
         layers=layers,
         blocks=blocks,
@@ -214,28 +255,19 @@ def calibration_stream(decoder: StreamedDecoder, samples: CalibrationSamples, mi
     return Stream(hidden, masks, calls, CALIBRATION_DTYPE)
 
 
-def _output_tensors(decoder: StreamedDecoder, work: WorkFolder) -> list[StoredTensor]:
-    """Where every tensor of the output lies now, in the model's order: outer ones in the source, blocks in ``work``."""
-    in_source: dict[str, StoredTensor] = {}
-    for file in decoder.source.files():
-        in_source.update(stored_tensors(decoder.folder / file))
-    before, after = decoder.outer_names_around_blocks()
-    ordered = [in_source[decoder.stored_name(name)].renamed(name) for name in before]
-    for index in range(len(decoder.blocks)):
-        ordered += stored_tensors(work.file(index)).values()
-    return ordered + [in_source[decoder.stored_name(name)].renamed(name) for name in after]
-
-
-def _fingerprint(decoder: StreamedDecoder, settings: QuantizeSettings, samples: CalibrationSamples | None) -> str:
-    """The hash of what decides the blocks' bytes. Weight files count by name, size and time, as a build tool has it."""
+def _begun_with(
+    decoder: StreamedDecoder, settings: QuantizeSettings, samples: CalibrationSamples | None
+) -> dict[str, Any]:
+    """What decides the blocks' bytes. Weight files count by name, size and time, as a build tool has it."""
     stats = {name: (decoder.folder / name).stat() for name in decoder.source.files()}
-    return sha256_json(
-        {
-            "folder": str(decoder.folder.resolve()),
-            "config": sha256_file(decoder.folder / "config.json"),
-            "weights": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-            "settings": {key: value for key, value in settings.resolved().items() if key != "verify"},
-            "samples": None if samples is None else samples.input_ids.tolist(),
-            "versions": [finetune.__version__, torch.__version__, str(decoder.device), torch.get_num_threads()],
-        }
-    )
+    return {
+        "settings": {key: value for key, value in settings.resolved().items() if key not in _NOT_DECIDING},
+        "calibration tokens": None if samples is None else sha256_json(samples.input_ids.tolist()),
+        "model": str(decoder.folder.resolve()),
+        "config.json": sha256_file(decoder.folder / "config.json"),
+        "weight files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "finetune": finetune.__version__,
+        "torch": torch.__version__,
+        "device": str(decoder.device),
+        "threads (OMP_NUM_THREADS)": torch.get_num_threads(),
+    }
