@@ -42,37 +42,41 @@ def plot_report(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_sweep(sweep: Mapping[str, Any], path: Path) -> None:
-    """KL and perplexity of each scheme against what its weights take."""
+    """KL and perplexity of each scheme against what its weights take; a line joins those that no other one beats."""
     from matplotlib.figure import Figure
 
     variants: Sequence[Mapping[str, Any]] = sweep["variants"]
-    figure = Figure(figsize=(9.5, 4.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(10.5, 4.4), dpi=110, layout="constrained")
     text = "held-out text" if variants[0]["held_out"] else "the text calibrated on"
-    figure.suptitle(f"{sweep['model']}: size against quality, method {sweep['method']}, on {text}", fontsize=12.5)
+    title = f"{sweep['model']}: size against quality by {sweep['method']}, measured on {text}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12.5)
     left, right = figure.subplots(1, 2)
-    for axes, key, heading in ((left, "kl", "KL (nats a token)"), (right, "perplexity", "Perplexity")):
+    for axes, key, heading in ((left, "kl", "KL divergence (nats a token)"), (right, "perplexity", "Perplexity")):
+        front = [(variant["output_bytes"] / 1e6, variant[key]) for variant in unbeaten(variants, key)]
+        axes.plot(*zip(*front, strict=True), color=GREY, linewidth=0.8, alpha=0.6, zorder=1)
         for index, variant in enumerate(variants):
-            size, value = variant["output_bytes"] / 1e6, variant[key]
-            axes.plot(size, value, markersize=8, **_style(index))
-            label = f"{variant['name']}\n{variant['bits_per_weight']:.2f} bits"
-            axes.annotate(label, (size, value), xytext=(8, 4), textcoords="offset points", fontsize=8.5, color=GREY)
+            # Hollow, so that two of one size and quality both show.
+            label = f"{variant['name']}, {variant['bits_per_weight']:.2f} bits a weight"
+            style = {"linestyle": "none", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 2}
+            axes.plot(variant["output_bytes"] / 1e6, variant[key], label=label, **style, **_style(index))
         axes.set_title(heading, loc="left", fontsize=11)
-        axes.set_xlabel("weight files (MB)")
+        axes.set_xlabel("weights (MB)")
         axes.grid(True, alpha=0.25)
-        axes.margins(x=0.22, y=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-    right.axhline(variants[0]["unquantized_perplexity"], color=GREY, linestyle="--", linewidth=1)
-    right.annotate(
-        f"unquantized, {sweep['source_bytes'] / 1e6:,.1f} MB",
-        (0.99, variants[0]["unquantized_perplexity"]),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 4),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8.5,
-        color=GREY,
-    )
+    left.set_yscale("log")
+    unquantized = f"unquantized, {sweep['source_bytes'] / 1e6:,.1f} MB"
+    right.axhline(variants[0]["unquantized_perplexity"], color=GREY, linestyle="--", linewidth=1, label=unquantized)
+    right.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize=9)
     figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def unbeaten(variants: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
+    """Those than which no other is as small and better, or smaller and as good, by size."""
+    best: list[Mapping[str, Any]] = []
+    for variant in sorted(variants, key=lambda variant: (variant["output_bytes"], variant[key])):
+        if not best or variant[key] < best[-1][key]:
+            best.append(variant)
+    return best
 
 
 def errors_by_kind(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:

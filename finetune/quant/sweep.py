@@ -25,17 +25,19 @@ from finetune.quant.calibration import check_length, load_calibration, notes_on
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.end_to_end import EndToEnd
 from finetune.quant.layers import layer_schemes
+from finetune.quant.methods import METHODS
 from finetune.quant.plots import plot_sweep
 from finetune.quant.quantize import calibration_stream
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.settings import QuantizeSettings
+from finetune.quant.shards import stored_tensors
 from finetune.quant.stream import CALIBRATION_DTYPE, BlockQuantizer, BlockResult, Stream
 from finetune.quant.writers import WRITERS, Writer
 
 SWEEP_NAME = "sweep.json"
 PLOT_NAME = "sweep.png"
-SWEEP_METHODS = ("gptq", "rtn")
-"""Those that quantize a layer by its Hessian alone."""
+SWEEP_METHODS = ("awq", "gptq", "rtn", "smoothquant")
+"""Those that quantize a layer by its Hessian alone, and don't learn beyond it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class _SharingQuantizer(BlockQuantizer):
         self, block: nn.Module, index: int, layers: dict[str, nn.Linear], stream: Stream
     ) -> dict[str, HessianSum]:
         rounds_inputs = any(scheme.activations is not None for scheme in self.schemes.values())
-        if rounds_inputs and self.smoothing is not None:
+        if self.smoothing is not None and (rounds_inputs or METHODS[self.method].scales_inputs):
             return super()._hessians(block, index, layers, stream)
         missing = {name: layer for name, layer in layers.items() if name not in self.shared}
         if missing:
@@ -114,7 +116,7 @@ def sweep_model(
             stream.advance(block, index, decoder.device)
     del stream
     source_bytes = sum((model_folder / name).stat().st_size for name in decoder.source.files())
-    outer_bytes = _num_bytes(decoder.load_outer())
+    outer_bytes = _outer_bytes(decoder)
     figures = evaluation.figures()
     rows = []
     for name, plan in plans.items():
@@ -156,6 +158,8 @@ def _planned(
         raise RecipeError(
             f"a sweep can't quantize by {settings.method}", fix=f"choose one of {', '.join(SWEEP_METHODS)}"
         )
+    if settings.tuning_steps:
+        raise RecipeError("a sweep tunes nothing", where="tuning_steps", fix="leave it out")
     try:
         schemes = layer_schemes(decoder, settings)
         writer = WRITERS[settings.format_name]
@@ -174,6 +178,18 @@ def _planned(
         shared=shared,
     )
     return _Variant(settings, schemes, writer, quantizer)
+
+
+def _outer_bytes(decoder: StreamedDecoder) -> int:
+    """Of what is outside the blocks, and of tensors that are carried over as they are."""
+    in_source = {
+        name: tensor
+        for file in decoder.source.files()
+        for name, tensor in stored_tensors(decoder.folder / file).items()
+    }
+    before, after = decoder.outer_names_around_blocks()
+    names = {stored for name in (*before, *after) for stored in decoder.outer_sources(name)}
+    return sum(in_source[name].num_bytes for name in names | (set(decoder.carried_over) & set(in_source)))
 
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
