@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.errors import DataError
-from finetune.quant.calibration import join_rows, load_calibration
-from finetune.quant.settings import CalibrationSettings
+from finetune.errors import DataError, RecipeError
+from finetune.quant.calibration import join_rows, load_calibration, notes_on
+from finetune.quant.settings import CalibrationSettings, QuantizeSettings
+from finetune.recipe import load_recipe
 from tests.tiny import CORPUS, tiny_tokenizer
 
 
@@ -86,3 +87,64 @@ def test_conversations_are_rendered_by_the_models_chat_template(tmp_path: Path, 
     samples = loaded(tmp_path, [{"messages": messages}])
     expected = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(samples.input_ids[samples.mask].tolist()) == expected
+
+
+def test_sequences_behind_the_samples_are_held_out_and_without_any_the_last_samples_are_taken() -> None:
+    samples = join_rows(rows_of(7, 9, 4), num_samples=2, length=5)
+    assert samples.held_out
+    assert samples.evaluation_ids.tolist() == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    none_left = join_rows(rows_of(7, 5), num_samples=4, length=5)
+    assert not none_left.held_out
+    assert none_left.evaluation_ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [len(notes_on(found)) for found in (samples, none_left)] == [0, 2]
+
+
+TRAINING = "data: [{path: a.jsonl, format: messages, limit: 9}], max_seq_length: 256"
+
+
+@pytest.mark.parametrize(
+    ("quantize", "expected"),
+    [
+        ("{scheme: w4a16}", ("a.jsonl", 128, 256)),
+        ("{scheme: w4a16, calibration: {}}", ("a.jsonl", 128, 256)),
+        ("{scheme: w4a16, calibration: {num_samples: 4, max_seq_length: 512}}", ("a.jsonl", 4, 512)),
+        ("{scheme: w4a16, from: pretrain}", ("p.txt", 128, 512)),
+        ("{scheme: w8a8, method: rtn}", ("a.jsonl", 128, 256)),
+        ("{scheme: w8a16, method: rtn}", None),
+        ("{scheme: w8a16, method: rtn, calibration: {}}", ("a.jsonl", 128, 256)),
+        ("{scheme: w4a16, calibration: {data: [{path: c.jsonl}]}}", ("c.jsonl", 128, 512)),
+    ],
+)
+def test_a_stage_calibrates_on_what_its_model_was_trained_on(
+    quantize: str, expected: tuple[str, int, int] | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "name: it\nmodel: {path: somewhere}\nstages:\n"
+        "  - pretrain: {data: [{path: p.txt}], max_seq_length: 2048}\n"
+        f"  - sft: {{{TRAINING}}}\n  - evaluate: {{perplexity: x.txt}}\n  - quantize: {quantize}\n"
+    )
+    loaded = load_recipe(path)
+    stage = loaded.stages[-1]
+    assert isinstance(stage.settings, QuantizeSettings)
+    calibration = stage.settings.calibration
+    if expected is None:
+        assert calibration is None
+        return
+    assert calibration is not None
+    assert (calibration.data[0].path, calibration.num_samples, calibration.max_seq_length) == expected
+    if expected[0] == "a.jsonl":
+        assert (calibration.data[0].format, calibration.data[0].limit) == ("messages", 9)
+    assert stage.implementation.data_files(stage.settings) == [expected[0]]
+    (tmp_path / "resolved.yaml").write_text(loaded.to_yaml())
+    assert load_recipe(tmp_path / "resolved.yaml").resolved() == loaded.resolved()
+
+
+@pytest.mark.parametrize("calibration", ["", ", calibration: {num_samples: 4}"])
+def test_without_a_training_before_it_a_stage_says_what_it_needs(calibration: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"name: it\nmodel: {{path: x}}\nstages:\n  - quantize: {{scheme: w4a16{calibration}}}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert "calibration.data" in str(caught.value)
+    assert f"{path}:4" in str(caught.value)

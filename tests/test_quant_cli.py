@@ -1,0 +1,182 @@
+"""``finetune quantize`` as it is typed: its flags, their errors, and the gate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli import main
+from finetune.quant.notation import methods_help, override_values, schemes_help, sweep_values
+from finetune.quant.scheme import SCHEMES
+from tests.small_run import RECIPE, finetune, write_inputs
+from tests.tiny import CORPUS, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model") / "source")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS * 12), encoding="utf-8")
+    return str(path)
+
+
+def run(*arguments: Any) -> int:
+    return main(["quantize", *map(str, arguments)])
+
+
+def test_help_lists_what_is_registered_without_loading_torch() -> None:
+    from finetune.quant.methods import METHODS
+
+    assert {line.partition(":")[0] for line in methods_help().split("; ")} >= set(METHODS)
+    assert all(f"{name}: " in schemes_help() for name in SCHEMES)
+    code = "import sys; from finetune.cli import build_parser; build_parser(); sys.exit('torch' in sys.modules)"
+    started = time.perf_counter()
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert time.perf_counter() - started < 2, "0.1 s where nothing else runs"
+
+
+def test_every_flag_reaches_the_settings_of_the_report(
+    model: Path, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = [
+        *("--scheme", "w4a16", "--group-size", "channel", "--format", "compressed-tensors", "--method", "gptq"),
+        *("--override", "down_proj=w8a16", "--override", "*.layers.0.mlp.down_proj=w4a16:16"),
+        *("--ignore", "model.layers.1.self_attn", "--calibration", rows, "--num-samples", "4"),
+        *("--max-seq-length", "32", "--micro-batch-size", "2", "--max-shard-size", "60KB", "--no-verify"),
+        *("--set", "damp=0.05", "--set", "act_order=false", "--seed", "3"),
+    ]
+    assert run(model, "--out", out, *flags) == 0
+    printed = json.loads(capsys.readouterr().out)
+    report = json.loads((out / "quantization_report.json").read_text())
+    settings = report["settings"]
+    assert printed["end_to_end"] == report["end_to_end"]
+    assert (settings["group_size"], settings["damp"], settings["act_order"]) == (None, 0.05, False)
+    assert settings["ignore"] == ["lm_head", "model.layers.1.self_attn"]
+    assert settings["calibration"] | {"data": []} == {
+        **{"data": [], "num_samples": 4, "max_seq_length": 32, "micro_batch_size": 2}
+    }
+    stored = {entry["layer"]: (entry["num_bits"], entry["group_size"]) for entry in report["layers"]}
+    assert stored["model.layers.0.mlp.down_proj"] == (4, 16)
+    assert stored["model.layers.1.mlp.down_proj"] == (8, None)
+    assert stored["model.layers.0.mlp.up_proj"] == (4, None)
+    assert "model.layers.1.self_attn.q_proj" not in stored
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert "verified" not in report
+    assert run(model, "--out", out, *flags) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--scheme", "w4a61", "--method", "rtn"], ["--scheme", "w4a16"]),
+        (["--scheme", "w4a16", "--method", "gtpq"], ["--method", "gptq"]),
+        (["--scheme", "w4a16"], ["needs `calibration:`"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--group-size", "many"], ["--group-size", "channel"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--format", "bitsandbytes"], ["doesn't hold w4a16"]),
+        (["--scheme", "w8a8", "--method", "rtn", "--asymmetric"], ["symmetric"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--num-samples", "3"], ["--num-samples", "--calibration"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--override", "w8a16"], ["--override", "names layers"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--override", "a=w8a61"], ["--override", "w8a16"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--set", "dmap=1"], ["--set dmap=1", "`damp`"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--set", "damp=7"], ["--set damp=7", "7"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--set", "method=gptq"], ["given twice"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--max-shard-size", "much"], ["--max-shard-size"]),
+        (["--scheme", "w4a16", "--method", "rtn", "--max-kl", "1"], ["--max-kl", "--calibration"]),
+        (["--sweep", "w4a16:32"], ["--calibration"]),
+        (["--sweep", "w4a16:32,w4a16:32", "--calibration", "x"], ["twice"]),
+        (["--sweep", "w4a16:32", "--calibration", "x", "--asymmetric"], ["--asymmetric"]),
+        (["--sweep", ",", "--calibration", "x"], ["no scheme"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_flag_that_cannot_be_meant_is_named(
+    flags: list[str], told: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "--out", tmp_path / "out", *flags) == 2
+    error = capsys.readouterr().err
+    for words in told:
+        assert words in error
+    assert error.count("error:") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_samples_longer_than_the_context_are_refused_with_its_size(
+    model: Path, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--scheme", "w4a16", "--group-size", "32", "--calibration", rows, "--max-seq-length", "513"]
+    assert run(model, "--out", tmp_path / "out", *flags) == 2
+    assert "513 tokens are longer than the model's context, 512" in capsys.readouterr().err
+    assert not (tmp_path / "out.work").exists()
+
+
+def test_a_model_over_the_limits_is_written_and_ends_with_8(
+    model: Path, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--scheme", "w4a16", "--group-size", "32", "--method", "rtn", "--calibration", rows]
+    flags += ["--num-samples", "4", "--max-seq-length", "32", "--no-verify"]
+    assert run(model, "--out", tmp_path / "bad", *flags, "--max-kl", "1e-9") == 8
+    assert "kl is" in capsys.readouterr().err
+    assert (tmp_path / "bad" / "quantization_report.json").is_file()
+    assert run(model, "--out", tmp_path / "good", *flags, "--max-kl", "9", "--max-perplexity-ratio", "9") == 0
+
+
+def test_a_sweep_prints_its_table_and_replaces_only_a_sweep(
+    model: Path, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = ["--sweep", "w4a16:32,w8a16", "--method", "rtn", "--calibration", rows, "--num-samples", "4"]
+    flags += ["--max-seq-length", "32", "--out", str(out)]
+    assert run(model, *flags) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == [
+        "unquantized",
+        "w4a16:32",
+        "w8a16",
+    ]
+    assert run(model, *flags) == 2
+    assert run(model, *flags, "--force") == 0
+    (out / "sweep.json").unlink()
+    assert run(model, *flags, "--force") == 2
+
+
+def test_notation() -> None:
+    assert override_values("a,b.*=w4a16:channel") == {"layers": ["a", "b.*"], "scheme": "w4a16", "group_size": None}
+    assert override_values("re:.*(q|k|v)_proj=w8a16") == {"layers": ["re:.*(q|k|v)_proj"], "scheme": "w8a16"}
+    assert list(sweep_values("w4a16:32, w8a8")) == ["w4a16:32", "w8a8"]
+
+
+def test_a_recipe_calibrates_on_the_training_data_and_a_gate_ends_it_with_8(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    head = RECIPE[: RECIPE.index("  - sft")].replace("num_processes: 2", "num_processes: 1")
+    head = head.replace("zero: {stage: 3, offload: {optimizer: cpu, parameters: cpu}}\n", "")
+    tail = """\
+  - quantize: {scheme: w4a16, group_size: 32}
+  - evaluate: {models: [pretrain, quantize], reference: pretrain, perplexity: data/heldout.txt, window: 64,
+               max_kl: 1e-9}
+"""
+    (tmp_path / "gate.yaml").write_text(head + tail)
+    done = finetune(tmp_path, "run", "gate.yaml")
+    assert done.returncode == 8, done.stderr
+    assert "quantize: kl is" in done.stderr
+    run_dir = tmp_path / "outputs/llama-sft"
+    import yaml
+
+    resolved = yaml.safe_load((run_dir / "recipe.yaml").read_text())["stages"][1]["quantize"]["calibration"]
+    assert [source["path"] for source in resolved["data"]] == ["data/pretrain.jsonl"]
+    assert resolved["max_seq_length"] == 64
+    report = json.loads((run_dir / "02-quantize/model/quantization_report.json").read_text())
+    assert report["verified"]["probe"]["agrees"]
+    assert report["calibration"]["tokens_used"] > 0
+    assert "asked for" in done.stderr
+    assert json.loads((run_dir / "03-evaluate/evaluation.json").read_text())["quantize"]["kl"] > 1e-9
