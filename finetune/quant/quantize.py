@@ -97,6 +97,8 @@ def quantize_model(
         true_sequential=settings.true_sequential,
         smoothing=settings.smoothing,
         rounding_iterations=settings.rounding_iterations,
+        # Transformers dequantizes those of compressed-tensors while it fuses them, and leaves them in that dtype.
+        experts_in_scale_dtype=settings.format_name == "compressed-tensors",
     )
     stream, tuning = None, None
     if samples is not None:

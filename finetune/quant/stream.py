@@ -93,6 +93,8 @@ class BlockQuantizer:
     """Strength of the smoothing of int8 inputs; None leaves them as they are."""
     rounding_iterations: int = 0
     """Of a method that learns its rounding, in each block."""
+    experts_in_scale_dtype: bool = False
+    """Whether a load computes fused experts in the dtype of their scales, whatever dtype it is asked for."""
 
     def layers_of(self, index: int) -> list[str]:
         prefix = self.decoder.block_name(index) + "."
@@ -117,9 +119,8 @@ class BlockQuantizer:
         with self.decoder.block(index, tensors, dtype=dtype) as block:
             layers = {name: _linear(block, name) for name in result.quantized}
             for name, weight in result.quantized.items():
-                if f"{self.decoder.block_name(index)}.{name}.weight" in self.decoder.parts:
-                    # Transformers fuses experts while it loads: they are dequantized, and compute, in their scales'
-                    # dtype, whatever dtype the load asks for.
+                fused = f"{self.decoder.block_name(index)}.{name}.weight" in self.decoder.parts
+                if fused and self.experts_in_scale_dtype:
                     values_OI = weight_values(weight, weight.scale.dtype).to(self.decoder.device)
                     layers[name].weight = nn.Parameter(values_OI, requires_grad=False)
             with quantized_inputs(layers, self.input_roundings(index, result.quantized)):
