@@ -1,9 +1,12 @@
-"""Quantize one model by finetune and by llm-compressor on the same calibration tokens; compare perplexity, size, cost.
+"""Quantize one model by finetune, llm-compressor and AutoRound on the same calibration tokens; compare what it cost.
 
     python bench/quantize.py --model FOLDER --calibration FILE --text FILE --peer-python PYTHON --out FOLDER
 
-Every run is a process of its own; one evaluator (plain transformers) reads all results. Memory is the peak over what
-the imports took. Prints a Markdown table and writes OUT/results.json; runs found there are not repeated.
+Every run is a process of its own, one after the other; one evaluator reads all results by plain transformers, in
+float32: perplexity, and KL(unquantized || quantized) in nats a token. Memory is the peak over what the imports took.
+Prints a Markdown table and writes OUT/results.json and OUT/quantize.png; runs found there are not repeated. ``--only``
+names rows; without ``--peer-python`` the peers' rows are left out. On a machine that does other work too, compare the
+processor seconds.
 """
 
 from __future__ import annotations
@@ -19,17 +22,35 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-OURS = {
-    "finetune rtn w4a16": {"scheme": "w4a16", "method": "rtn"},
-    "finetune gptq w4a16": {"scheme": "w4a16", "method": "gptq"},
-    "finetune rtn w8a8": {"scheme": "w8a8", "method": "rtn"},
-    "finetune gptq w8a8": {"scheme": "w8a8", "method": "gptq"},
+SHAPES: dict[str, dict[str, Any]] = {
+    "g32": {"scheme": "w4a16", "group_size": 32},
+    "g64": {"scheme": "w4a16", "group_size": 64},
+    "channel": {"scheme": "w4a16", "group_size": None},
+    "w8a8": {"scheme": "w8a8"},
 }
-PEERS = {"llm-compressor rtn w4a16": "rtn", "llm-compressor gptq w4a16": "gptq"}
+METHODS = ["rtn", "awq", "gptq", "best"]
+OURS = {
+    f"finetune {method} {shape}": {"method": method, **values} for shape, values in SHAPES.items() for method in METHODS
+}
+PEERS = {
+    f"{peer} {shape}": [script, *flags, "--group-size", str(SHAPES[shape]["group_size"] or 0)]
+    for shape in ("g64", "channel")
+    for peer, script, flags in (
+        ("llm-compressor rtn", "quantize_llmcompressor.py", ["--method", "rtn"]),
+        ("llm-compressor gptq", "quantize_llmcompressor.py", ["--method", "gptq"]),
+        ("AutoRound 200", "quantize_autoround.py", ["--iterations", "200"]),
+    )
+}
+COMMON = ("calibration", "text", "num_samples", "max_seq_length", "num_tokens", "window", "dtype", "seed", "reference")
 
 
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def calibration(args: argparse.Namespace) -> dict[str, Any]:
+    data = [{"path": args.calibration}]
+    return {"data": data, "num_samples": args.num_samples, "max_seq_length": args.max_seq_length}
 
 
 def write_ids(args: argparse.Namespace) -> None:
@@ -43,47 +64,51 @@ def write_ids(args: argparse.Namespace) -> None:
     np.save(args.out / "ids.npy", samples.input_ids)
 
 
-def calibration(args: argparse.Namespace) -> dict[str, Any]:
-    data = [{"path": args.calibration}]
-    return {"data": data, "num_samples": args.num_samples, "max_seq_length": args.max_seq_length}
-
-
 def quantize(args: argparse.Namespace, variant: dict[str, Any], out: Path) -> dict[str, Any]:
     from finetune.quant.quantize import quantize_model
     from finetune.quant.settings import QuantizeSettings
 
     imports_bytes = peak_bytes()
-    settings = dict(variant)
-    if variant["scheme"] == "w4a16":
-        settings["group_size"] = args.group_size
-    if variant["method"] != "rtn":
+    settings = {**variant, "verify": False}
+    # Rounding to nearest uses no text; for int8 inputs it would even them out by it.
+    if variant["method"] != "rtn" or variant["scheme"] == "w8a8":
         settings["calibration"] = calibration(args)
-    started = time.perf_counter()
-    quantize_model(Path(args.model), settings=QuantizeSettings(**settings), out=out, seed=args.seed)
+    started, cpu_started = time.perf_counter(), time.process_time()
+    report = quantize_model(
+        Path(args.model), settings=QuantizeSettings(**settings), out=out, seed=args.seed, restart=True
+    )
+    # The figures of the report are no part of the work that the peers do.
+    measuring = (report["end_to_end"] or {}).get("seconds", 0)
     return {
-        "seconds": time.perf_counter() - started,
+        "seconds": time.perf_counter() - started - measuring,
+        "cpu_seconds": time.process_time() - cpu_started,
         "peak_bytes": peak_bytes(),
         "imports_bytes": imports_bytes,
     }
 
 
-def perplexity(folder: str, text: str, *, dtype: str, num_tokens: int, window: int) -> float:
-    """exp of the mean negative log likelihood of each window's tokens but its first; windows don't overlap."""
+def evaluate(args: argparse.Namespace) -> dict[str, float]:
+    """Perplexity over each window's tokens but its first, and KL to ``--reference``; windows don't overlap."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(Path(text).read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"][:num_tokens]
-    windows_NS = torch.tensor(ids[: len(ids) // window * window]).view(-1, window)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    loss, count = 0.0, 0
-    with torch.no_grad():
-        for ids_BS in windows_NS.split(2):
-            logits_NV = model(ids_BS, use_cache=False).logits[:, :-1].float().flatten(0, 1)
-            targets_N = ids_BS[:, 1:].flatten()
-            loss += torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="sum").item()
-            count += targets_N.numel()
-    return math.exp(loss / count)
+    def load(folder: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
+
+    ids = AutoTokenizer.from_pretrained(args.reference)(Path(args.text).read_text("utf-8"), add_special_tokens=False)
+    ids_N = ids["input_ids"][: args.num_tokens]
+    windows_NS = torch.tensor(ids_N[: len(ids_N) // args.window * args.window]).view(-1, args.window)
+    model, reference = load(args.model), load(args.reference)
+    nll, kl, count = 0.0, 0.0, 0
+    with torch.inference_mode():
+        for ids_1S in windows_NS.split(1):
+            model_NV = model(ids_1S, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            exact_NV = reference(ids_1S, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            targets_N = ids_1S[0, 1:]
+            nll -= model_NV.gather(1, targets_N[:, None]).sum().item()
+            kl += (exact_NV.exp() * (exact_NV - model_NV)).sum().item()
+            count += len(targets_N)
+    return {"perplexity": math.exp(nll / count), "kl": kl / count}
 
 
 def weight_bytes(folder: Path) -> int:
@@ -102,95 +127,100 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a Hugging Face model folder")
     parser.add_argument("--calibration", help="text to calibrate on")
     parser.add_argument("--text", help="text for the perplexity")
-    parser.add_argument("--peer-python", help="the python that has llm-compressor; its rows are left out without it")
+    parser.add_argument("--peer-python", help="the python that has llm-compressor and AutoRound")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--max-seq-length", type=int, default=512)
-    parser.add_argument("--num-tokens", type=int, default=32768)
+    parser.add_argument("--num-tokens", type=int, default=16384)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--dtype", default="float32", help="of the evaluation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="run only the rows whose name holds this")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="run these rows")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--reference", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.worker == "ids":
         write_ids(args)
         print("{}")
     elif args.worker == "evaluate":
-        value = perplexity(args.model, args.text, dtype=args.dtype, num_tokens=args.num_tokens, window=args.window)
-        print(json.dumps({"perplexity": value}))
+        print(json.dumps(evaluate(args)))
     elif args.worker:
         print(json.dumps(quantize(args, OURS[args.worker], args.out / args.worker.replace(" ", "-"))))
     else:
+        args.reference = args.model
         compare(args)
 
 
 def compare(args: argparse.Namespace) -> None:
     file = args.out / "results.json"
     results: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
-    common = [
-        flag
-        for name in (
-            "calibration",
-            "text",
-            "group_size",
-            "num_samples",
-            "max_seq_length",
-            "num_tokens",
-            "window",
-            "dtype",
-            "seed",
-        )
-        for flag in (f"--{name.replace('_', '-')}", str(getattr(args, name)))
-    ]
+    common = [flag for name in COMMON for flag in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     ours = [sys.executable, __file__, "--out", str(args.out), *common]
     if not (args.out / "ids.npy").is_file():
         run([*ours, "--model", args.model, "--worker", "ids"])
-    rows = ["unquantized", *(PEERS if args.peer_python else {}), *OURS]
-    for name in [row for row in rows if args.only in row and row not in results]:
+    peers = list(PEERS) if args.peer_python else []
+    rows = ["unquantized", *(row for shape in SHAPES for row in (*peers, *OURS) if row.endswith(f" {shape}"))]
+    wanted = args.only or rows
+    unknown = sorted(set(wanted) - set(rows))
+    if unknown:
+        sys.exit(f"no such row: {unknown[0]}; rows are {', '.join(rows)}")
+    for name in [row for row in wanted if row not in results]:
         folder, entry = args.model, {}
-        if name in OURS:
+        if name != "unquantized":
             folder = str(args.out / name.replace(" ", "-"))
+        if name in OURS:
             entry = run([*ours, "--model", args.model, "--worker", name])
         elif name in PEERS:
-            folder = str(args.out / name.replace(" ", "-"))
-            entry = run(
-                [
-                    args.peer_python,
-                    str(HERE / "quantize_llmcompressor.py"),
-                    "--model",
-                    args.model,
-                    "--ids",
-                    str(args.out / "ids.npy"),
-                    "--method",
-                    PEERS[name],
-                    "--group-size",
-                    str(args.group_size),
-                    "--out",
-                    folder,
-                ]
-            )
+            script, *flags = PEERS[name]
+            command = [args.peer_python, str(HERE / script), "--model", args.model, *flags]
+            entry = run([*command, "--ids", str(args.out / "ids.npy"), "--out", folder])
         entry |= run([*ours, "--model", folder, "--worker", "evaluate"])
         entry["bytes"] = weight_bytes(Path(folder))
         results[name] = entry
         file.write_text(json.dumps(results, indent=2))
-    print_table(results, [row for row in rows if row in results])
+    found = {row: results[row] for row in rows if row in results}
+    print_table(found)
+    plot(found, args.out / "quantize.png")
 
 
-def print_table(results: dict[str, dict[str, Any]], rows: list[str]) -> None:
-    print("| | perplexity | file, of the unquantized | seconds | peak memory over the imports |")
-    print("|---|---|---|---|---|")
-    whole = results.get("unquantized", {}).get("bytes")
-    for name in rows:
-        entry = results[name]
-        ratio = f"{entry['bytes'] / whole:.3f}" if whole else "?"
-        cost = ["", ""]
+def print_table(results: dict[str, dict[str, Any]]) -> None:
+    print("| | perplexity | over unquantized | KL, nats | size | seconds | processor seconds | peak memory |")
+    print("|---|---|---|---|---|---|---|---|")
+    whole = results.get("unquantized", {})
+    for name, entry in results.items():
+        ratio = f"{entry['perplexity'] / whole['perplexity']:.4f}" if whole else "?"
+        # AutoRound's row holds float weights that have been rounded: its size would be that of the others.
+        size = f"{entry['bytes'] / whole['bytes']:.3f}" if whole and "AutoRound" not in name else ""
+        cost = ["", "", ""]
         if "seconds" in entry:
             memory = (entry["peak_bytes"] - entry["imports_bytes"]) / 2**30
-            cost = [f"{entry['seconds']:.0f}", f"{memory:.2f} GiB"]
-        print(f"| {name} | {entry['perplexity']:.2f} | {ratio} | {cost[0]} | {cost[1]} |")
+            cost = [f"{entry['seconds']:.0f}", f"{entry['cpu_seconds']:.0f}", f"{memory:.2f} GiB"]
+        figures = [f"{entry['perplexity']:.3f}", ratio, f"{entry['kl']:.4f}", size, *cost]
+        print(f"| {name} | {' | '.join(figures)} |")
+
+
+def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Seconds against KL, a panel a shape: down and to the left is better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shapes = [shape for shape in SHAPES if any(name.endswith(f" {shape}") for name in results)]
+    figure, axes = plt.subplots(1, max(1, len(shapes)), figsize=(4.2 * max(1, len(shapes)), 3.6), squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=False):
+        for name, entry in results.items():
+            if not name.endswith(f" {shape}"):
+                continue
+            ours = name.startswith("finetune")
+            axis.scatter(entry["seconds"], entry["kl"], marker="o" if ours else "s", color="C0" if ours else "C1")
+            label = name.removesuffix(f" {shape}")
+            axis.annotate(label, (entry["seconds"], entry["kl"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axis.set(title=shape, xlabel="seconds", ylabel="KL to the unquantized model (nats a token)", yscale="log")
+        axis.margins(0.25)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
