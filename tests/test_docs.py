@@ -48,10 +48,11 @@ def test_shown_commands_work(page: Path, project: Path) -> None:
         assert done.stdout, command
 
 
-def test_the_readme_recipe_is_valid(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shown_recipes_are_valid(page: Path, tmp_path: Path) -> None:
     from finetune.recipe import load_recipe
 
-    for index, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", PAGES[0].read_text(), flags=re.S | re.M)):
+    for index, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.S | re.M)):
         path = tmp_path / f"{index}.yaml"
         path.write_text(block)
         load_recipe(path)

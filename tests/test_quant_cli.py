@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -180,3 +181,20 @@ def test_a_recipe_calibrates_on_the_training_data_and_a_gate_ends_it_with_8(tmp_
     assert report["calibration"]["tokens_used"] > 0
     assert "asked for" in done.stderr
     assert json.loads((run_dir / "03-evaluate/evaluation.json").read_text())["quantize"]["kl"] > 1e-9
+
+
+def test_the_page_has_a_row_for_each_scheme_format_and_method() -> None:
+    from finetune.quant.methods import METHODS
+    from finetune.quant.writers import WRITERS
+
+    page = (Path(__file__).parent.parent / "docs" / "quantization.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    named = {name: row for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    assert set(named) >= {*SCHEMES, *METHODS, *WRITERS}
+    for name, scheme in SCHEMES.items():
+        assert named[name][4].strip() == ", ".join(scheme.formats)
+        assert f"{scheme.weights.num_bits} bits" in named[name][2]
+        if scheme.weights.group_size is not None:
+            assert f"{scheme.weights.group_size}" in named[name][2]
+    for name in METHODS:
+        assert named[name][3].strip() == ("yes" if METHODS[name].needs_calibration else "no")
