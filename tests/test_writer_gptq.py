@@ -24,6 +24,7 @@ from finetune.quant.methods import METHODS, QuantizedWeight
 from finetune.quant.quantize import quantize_model
 from finetune.quant.scheme import scheme_with
 from finetune.quant.writers import WRITERS
+from tests.families import tiny_model
 from tests.test_quant_model import settings_for
 from tests.tiny import tiny_llama, tiny_tokenizer
 
@@ -209,6 +210,19 @@ def test_dynamic_names_layers_exactly_also_where_an_engine_fuses_them(folders: d
     assert found("model.layers.1.mlp.gate_up_proj") == found("model.layers.1.self_attn.qkv_proj") == (8, -1)
     assert found("model.layers.10.self_attn.qkv_proj") is None
     assert found("model.layers.11.self_attn.qkv_proj") == found("model.layers.11.mlp.gate_up_proj") == (4, 32)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "qwen2_moe"])
+def test_conv1d_and_experts_under_the_names_of_their_files(family: str, tmp_path: Path) -> None:
+    """Transposed weights; experts that transformers fuses; Mixtral's files say block_sparse_moe, the class mlp."""
+    source = tiny_model(family, tmp_path / "source")
+    overrides = [{"layers": ["re:.*\\.1\\.(mlp|attn).*(w1|w2|w3|gate_proj|up_proj|down_proj|c_fc)"], "scheme": "w8a16"}]
+    settings = settings_for(tmp_path, method="rtn", format="gptq", group_size=16, overrides=overrides)
+    quantize_model(source, settings=settings, out=tmp_path / "out", seed=0)
+    config = config_of(tmp_path / "out")
+    assert {config["bits"], *(changes["bits"] for changes in config["dynamic"].values() if changes)} == {4, 8}
+    report = verify_folder(tmp_path / "out", fresh_process=False)
+    assert report["load"]["probe"]["rms_difference"] < 1e-5
 
 
 def test_folders_of_other_tools_are_read_too() -> None:

@@ -100,19 +100,32 @@ class GptqWriter:
     ) -> int:
         total = write_shards(tensors, folder, max_shard_size_bytes=max_shard_size_bytes)
         in_blocks = [name for name in kept if name.startswith(decoder.blocks_name + ".")]
-        write_model_config(decoder, folder, quantization_config=self.quantization_config(schemes, in_blocks))
+        written = {
+            name: decoder.names.written_name(f"{name}.weight").removesuffix(".weight")
+            for name in (*schemes, *in_blocks)
+        }
+        write_model_config(decoder, folder, quantization_config=self.quantization_config(schemes, in_blocks, written))
         return total
 
-    def quantization_config(self, schemes: Mapping[str, QuantScheme], kept: list[str]) -> dict[str, Any]:
-        """The commonest scheme as the common one, the others and ``kept`` layers of the blocks in ``dynamic``."""
+    def quantization_config(
+        self, schemes: Mapping[str, QuantScheme], kept: list[str], written: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """The commonest scheme as the common one, the others and ``kept`` layers of the blocks in ``dynamic``.
+
+        ``written``: what the files call each layer, where transformers' name is another; patterns match both.
+        """
+
+        def patterns(names: list[str]) -> list[str]:
+            return exact_patterns(dict.fromkeys([*names, *_fused_names(names), *(written[name] for name in names)]))
+
         common = Counter(schemes.values()).most_common(1)[0][0]
         dynamic: dict[str, dict[str, Any]] = {}
-        for pattern in exact_patterns([*kept, *_fused_names(kept)]):
+        for pattern in patterns(kept):
             dynamic[f"-:^{pattern}"] = {}
         for scheme in dict.fromkeys(schemes.values()):
             if scheme != common:
                 names = [name for name, other in schemes.items() if other == scheme]
-                for pattern in exact_patterns([*names, *_fused_names(names)]):
+                for pattern in patterns(names):
                     dynamic[f"+:^{pattern}"] = _config_values(scheme)
         return {
             "quant_method": "gptq",
