@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("bitsandbytes")
 
-from finetune.errors import CheckpointError, RecipeError
+from finetune.errors import CheckpointError, MissingDependencyError, RecipeError
 from finetune.export.load_check import check_load
 from finetune.export.verify import verify_folder
+from finetune.model.load import load_model
 from finetune.quant.bitsandbytes_types import pack_nibbles, unpack_nibbles
 from finetune.quant.methods.rtn import quantize_rtn
 from finetune.quant.quantize import quantize_model
@@ -197,3 +199,16 @@ def test_a_killed_run_takes_its_blocks_over(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(WorkFolder, "save", save)
     quantized(source, tmp_path / "out", "nf4")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def test_the_missing_package_is_named_with_its_install_line(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for act in (
+        lambda: quantized(folders / "source", tmp_path / "out", "nf4"),
+        lambda: load_model(folders / "nf4", dtype=torch.float32, device="cpu"),
+    ):
+        with pytest.raises(MissingDependencyError, match=r"finetune\[bitsandbytes\]"):
+            act()
+    assert not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ pytest.importorskip("gguf")
 
 import gguf
 
-from finetune.errors import CheckpointError, RecipeError
+from finetune.errors import CheckpointError, MissingDependencyError, RecipeError
 from finetune.export.folder import export_model
 from finetune.export.model_card import CardFacts
 from finetune.export.verify import verify_folder
@@ -295,3 +296,16 @@ def test_export_copies_the_file_and_its_hash_tells_a_flipped_byte(families: dict
     (out / "model.gguf").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"model\.gguf"):
         verify_folder(out, fresh_process=False)
+
+
+def test_the_missing_package_is_named_with_its_install_line(
+    families: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for act in (
+        lambda: quantized(families["llama"].with_name("llama"), tmp_path / "out"),
+        lambda: load_model(families["llama"], dtype=torch.float32, device="cpu"),
+    ):
+        with pytest.raises(MissingDependencyError, match=r"finetune\[gguf\]"):
+            act()
+    assert not (tmp_path / "out").exists()

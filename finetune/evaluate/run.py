@@ -111,7 +111,8 @@ def _evaluate(model: Any, folder: Path, *, settings: EvaluateSettings, window: i
         )
         figures["exact_match"] = exact_match(replies, [prompt.reference for prompt in prompts])
         figures["num_answers"] = len(prompts)
-    figures["size_bytes"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    figures["size_bytes"] = sum(path.stat().st_size for path in weights)
     return figures
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from finetune.model.bitsandbytes import bitsandbytes_package
 from finetune.model.load import load_model
 
 Dtype = torch.dtype | Literal["auto"]
@@ -47,15 +48,14 @@ def _bitsandbytes(folder: Path, dtype: Dtype) -> Any:
     model = load_model(folder, dtype=dtype, device="cpu")
     if dtype == "auto":
         return model
-    import bitsandbytes
-
+    package = bitsandbytes_package()
     for name, module in list(model.named_modules()):
         weight: Any = getattr(module, "weight", None)
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
+        if isinstance(module, package.nn.Linear4bit):
             weight.quant_state.dtype = dtype
-            weight_OI = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
-        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            weight_OI = bitsandbytes.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+            weight_OI = package.functional.dequantize_4bit(weight.data, weight.quant_state)
+        elif isinstance(module, package.nn.Linear8bitLt):
+            weight_OI = package.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
         else:
             continue
         plain = torch.nn.Linear(module.in_features, module.out_features, device="meta")

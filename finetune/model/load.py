@@ -23,6 +23,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import CheckpointError, HubError, RecipeError
+from finetune.model.bitsandbytes import bitsandbytes_package
 from finetune.model.gguf import GGUF_NAME, is_gguf_folder, loading_config, read_gguf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
@@ -119,6 +120,8 @@ def load_model(
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         load, source = model_class.from_pretrained, None
         options |= _gptq_as_floats(folder, config, dtype)
+    elif _quantization_method(config) == "bitsandbytes":
+        bitsandbytes_package()
     elif is_gguf_folder(folder):
         read_gguf(folder / GGUF_NAME)
         options |= {"gguf_file": GGUF_NAME, "config": loading_config(config), "use_safetensors": None}

@@ -5,31 +5,16 @@ nf4 and fp4: Dettmers et al., 2023 (arXiv:2305.14314). LLM.int8: Dettmers et al.
 
 from __future__ import annotations
 
-import importlib
-import logging
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from finetune.errors import MissingDependencyError
+from finetune.model.bitsandbytes import bitsandbytes_package
 from finetune.quant.methods import QuantizedWeight
 
 BLOCK_SIZE = 64
 """Weights that share a scale in the 4-bit types: bitsandbytes' default, and transformers' only choice."""
-
-
-def bitsandbytes() -> Any:
-    """The package. Raises MissingDependencyError where it isn't installed."""
-    # Its import warns of an optional kernel that nothing here uses.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ImportError as cause:
-        raise MissingDependencyError(
-            f"the formats nf4, fp4 and llm_int8 need the package bitsandbytes: {cause}",
-            fix="pip install 'finetune[bitsandbytes]'",
-        ) from cause
 
 
 def quantize_nf4(weight_OI: Tensor) -> QuantizedWeight:
@@ -41,7 +26,7 @@ def quantize_fp4(weight_OI: Tensor) -> QuantizedWeight:
 
 
 def _quantize_4bit(weight_OI: Tensor, kind: Literal["nf4", "fp4"]) -> QuantizedWeight:
-    functional = bitsandbytes().functional
+    functional = bitsandbytes_package().functional
     packed, state = functional.quantize_4bit(weight_OI.contiguous(), blocksize=BLOCK_SIZE, quant_type=kind)
     scale_OG = state.absmax.view(len(weight_OI), -1)
     return QuantizedWeight(unpack_nibbles(packed, weight_OI.shape), scale_OG, type=kind)
@@ -60,7 +45,7 @@ def unpack_nibbles(packed: Tensor, shape: torch.Size) -> Tensor:
 
 def table_of(kind: str) -> Tensor:
     """float32 (16,): what each code of nf4 or fp4 stands for."""
-    table: Tensor = bitsandbytes().functional.get_4bit_type(kind, device="cpu")
+    table: Tensor = bitsandbytes_package().functional.get_4bit_type(kind, device="cpu")
     return table
 
 
@@ -71,7 +56,7 @@ def table_values(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 def quantize_llm_int8(weight_OI: Tensor) -> QuantizedWeight:
     # bitsandbytes rounds to float16 first.
-    codes_OI, scale_O, _ = bitsandbytes().functional.int8_vectorwise_quant(weight_OI.to(torch.float16))
+    codes_OI, scale_O, _ = bitsandbytes_package().functional.int8_vectorwise_quant(weight_OI.to(torch.float16))
     return QuantizedWeight(codes_OI, scale_O.unsqueeze(1), type="llm_int8")
 
 

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.errors import RecipeError
-from finetune.quant.bitsandbytes_types import BLOCK_SIZE, bitsandbytes, pack_nibbles, table_of, unpack_nibbles
+from finetune.model.bitsandbytes import bitsandbytes_package
+from finetune.quant.bitsandbytes_types import BLOCK_SIZE, pack_nibbles, table_of, unpack_nibbles
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.layers import linear_names
 from finetune.quant.methods import QuantizedWeight
@@ -36,7 +37,7 @@ class BitsAndBytesWriter:
     def check(self, decoder: StreamedDecoder, schemes: Mapping[str, QuantScheme]) -> None:
         from transformers.quantizers.quantizers_utils import should_convert_module
 
-        bitsandbytes()
+        bitsandbytes_package()
         names = sorted({scheme.name for scheme in schemes.values()})
         if len(names) > 1:
             raise RecipeError(
@@ -128,7 +129,7 @@ def _with_states(
         if tensor.name in weights:
             kind = weights[tensor.name]
             shape = torch.Size([tensor.shape[0], 2 * tensor.shape[1]])
-            state = bitsandbytes().functional.QuantState(
+            state = bitsandbytes_package().functional.QuantState(
                 torch.empty(0), shape=shape, code=torch.empty(0), blocksize=BLOCK_SIZE, quant_type=kind, dtype=dtype
             )
             key = f"quant_state.bitsandbytes__{kind}"
