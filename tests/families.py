@@ -52,17 +52,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """model_type → what its configuration says besides the sizes that all share."""
 
 CONV1D = ("gpt2",)
+OWN_LINEAR = ("falcon",)
+"""Their layers are of a subclass of Linear."""
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
-def tiny_model(family: str, folder: Path, *, dtype: str = "bfloat16", seed: int = 0, **extra: Any) -> Path:
-    """Write a random model of ``family`` with its tokenizer to ``folder``: no parameter is 0 or 1 throughout."""
+def tiny_model(
+    family: str, folder: Path, *, dtype: str = "bfloat16", seed: int = 0, plain: bool = False, **extra: Any
+) -> Path:
+    """Write a random model of ``family`` with its tokenizer to ``folder``: no parameter is 0 or 1 throughout.
+
+    ``plain``: its configuration holds ``extra`` alone, not the sizes of a Llama too.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = tiny_tokenizer()
     values = {**_LLAMA, "initializer_range": 0.1, **FAMILIES.get(family, {}), **extra}
-    if "n_embd" in values:
+    if plain:
+        values = extra
+    elif "n_embd" in values:
         values = {key: value for key, value in values.items() if key not in _LLAMA}
     config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **values)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id

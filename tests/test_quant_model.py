@@ -16,6 +16,7 @@ from torch import Tensor
 
 from finetune.artifact import record_files
 from finetune.errors import CheckpointError, FinetuneError, RecipeError
+from finetune.export.load_check import check_load
 from finetune.model.probe import check_probe, read_probe
 from finetune.quant.quantize import quantize_model
 from finetune.quant.settings import QuantizeSettings
@@ -52,7 +53,7 @@ def settings_for(folder: Path, **values: Any) -> QuantizeSettings:
         path = folder / "calibration.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS * 3), encoding="utf-8")
         calibration = {"data": [{"path": str(path)}], "num_samples": 6, "max_seq_length": 24, "micro_batch_size": 4}
-        values = {"calibration": calibration, **values}
+        values = {"calibration": calibration, "tuning_steps": 2, **values}
     if values.get("scheme", "w4a16") == "w4a16":
         values = {"group_size": 32, **values}
     return QuantizeSettings(**values)
@@ -101,7 +102,12 @@ def test_a_plain_load_in_a_fresh_process_computes_the_fake_quantized_model(tmp_p
         assert loaded[name]["faults"] == {}, name
         assert loaded[name]["tied"] == ("tied=True" in name)
         assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == ("tied=False" in name)
-        checked = check_probe(folder, loaded[name]["probe"])
+        if name.startswith("w8a8"):
+            # The probe is of float inputs, which verify knows how to compute: rounded ones tip over at a breath.
+            checked = check_load(folder)["probe"]
+            assert checked["rms_tolerance"] == 0.01
+        else:
+            checked = check_probe(folder, loaded[name]["probe"])
         assert checked["max_abs_difference"] < 1e-4, name
         if name in expected:
             torch.testing.assert_close(loaded[name]["logits"], expected[name], atol=2e-4, rtol=0)

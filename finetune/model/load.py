@@ -26,6 +26,7 @@ from finetune.errors import CheckpointError, HubError, RecipeError
 from finetune.model.bitsandbytes import bitsandbytes_package
 from finetune.model.gguf import GGUF_NAME, is_gguf_folder, loading_config, read_gguf
 
+QUANTIZATION_REPORT = "quantization_report.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "README.md", "LICENSE*"]
 
@@ -90,6 +91,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from cause
 
 
+def carried_over(folder: Path) -> set[str]:
+    """Tensors of a quantized folder that its class doesn't know and its source had too, as its report lists them."""
+    try:
+        report = json.loads((folder / QUANTIZATION_REPORT).read_text(encoding="utf-8"))
+        return set(report["carried_over"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return set()
+
+
 def load_model(
     folder: Path,
     *,
@@ -103,7 +113,8 @@ def load_model(
 
     Plain transformers loads it. Weights in the GPTQ format are dequantized first (``model.gptq``), without gptqmodel;
     so are those of a GGUF folder, by transformers.
-    Raises CheckpointError when weights are missing, left over, or of another shape than the configuration says.
+    Raises CheckpointError when weights are missing, left over, or of another shape than the configuration says; what
+    quantization has carried over on purpose (``carried_over``) may be left over.
     """
     config = load_config(folder)
     options: dict[str, Any] = {
@@ -136,6 +147,8 @@ def load_model(
     model, info = loaded
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(str(name) for name in info.get(kind, ()))
+        if kind == "unexpected_keys":
+            names = sorted(set(names) - carried_over(folder))
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise CheckpointError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 
+import torch
 from torch import nn
 
 from finetune.errors import RecipeError, did_you_mean
+from finetune.quant.activations import shared_inputs
 from finetune.quant.as_linear import LinearExperts
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.scheme import QuantScheme
@@ -149,6 +152,29 @@ def _check_other_parameters(decoder: StreamedDecoder, ignored: set[str]) -> None
                     where=decoder.folder,
                     fix=f"keep it as it is: put `*.{name}` in `ignore`",
                 )
+
+
+@torch.no_grad()
+def check_called(decoder: StreamedDecoder, schemes: Mapping[str, QuantScheme]) -> None:
+    """Raise RecipeError for a layer whose weight the model reads past the layer's forward (Mamba's ``dt_proj``): its
+    inputs can't be caught, and a loader that unpacks weights in the forward fails. One block of each kind is run."""
+    hidden, calls = decoder.embed([torch.zeros((1, 2), dtype=torch.int64)], dtype=torch.float32)
+    kinds: dict[tuple[tuple[str, type], ...], int] = {}
+    for index, block in enumerate(decoder.blocks):
+        kinds.setdefault(tuple((name, type(module)) for name, module in block.named_modules()), index)
+    for index in kinds.values():
+        prefix = decoder.block_name(index) + "."
+        wanted = [name.removeprefix(prefix) for name in schemes if name.startswith(prefix)]
+        with decoder.block(index, decoder.load_block(index), dtype=torch.float32) as block:
+            layers = {name: block.get_submodule(name) for name in wanted}
+            run = partial(calls[0][index].run, block, hidden[0].to(decoder.device))
+            called = {name for group in shared_inputs(layers, run) for name in group}
+        if uncalled := [name for name in wanted if name not in called]:
+            raise RecipeError(
+                f"{prefix}{uncalled[0]} is never called: its block reads the weight itself, or doesn't use it",
+                where=decoder.folder,
+                fix=f"keep it as it is: put `*.{uncalled[0]}` in `ignore`",
+            )
 
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from finetune.errors import RecipeError
+from finetune.model.load import meta_model
 from finetune.quant.as_linear import LinearExperts, LinearOfConv1D
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.layers import routers
@@ -34,6 +35,28 @@ def check_plain_load(decoder: StreamedDecoder, schemes: Mapping[str, QuantScheme
     for path, module in decoder.model.named_modules():
         if isinstance(module, LinearExperts):
             _check_experts(decoder, path, schemes)
+    _check_initialization(decoder, schemes)
+
+
+def _check_initialization(decoder: StreamedDecoder, schemes: Mapping[str, QuantScheme]) -> None:
+    """A load lets the class initialize what no file holds. Some (Mamba's) set weights of their Linear layers there,
+    which a packed layer doesn't have: found out by doing the same on the meta device."""
+    model = meta_model(decoder.config)
+    for name, scheme in schemes.items():
+        if scheme.activations is None and f"{name}.weight" not in decoder.parts:
+            model.get_submodule(name).register_parameter("weight", None)
+            del model.get_submodule(name).weight
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]
+    try:
+        model.initialize_weights()
+    except AttributeError as cause:
+        raise RecipeError(
+            f"{type(model).__name__} initializes the weights of its Linear layers while transformers loads it, and "
+            f"fails where they are packed ({cause})",
+            where=decoder.folder,
+            fix=_other_formats(next(iter(schemes.values()))),
+        ) from cause
 
 
 def _other_formats(scheme: QuantScheme) -> str:

@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 import finetune
 from finetune.errors import CheckpointError, RecipeError
-from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json
+from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json, write_json
 from finetune.model.probe import probe_input_ids, write_probe
 from finetune.quant.calibration import CalibrationSamples, check_length, load_calibration, notes_on
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.end_to_end import EndToEnd
-from finetune.quant.layers import layer_schemes, linear_names
+from finetune.quant.layers import check_called, layer_schemes, linear_names
 from finetune.quant.methods import METHODS
 from finetune.quant.report import (
     PLOT_NAME,
@@ -32,6 +32,7 @@ from finetune.quant.report import (
     stored_sizes,
     write_report,
 )
+from finetune.quant.scheme import QuantScheme
 from finetune.quant.settings import QuantizeSettings
 from finetune.quant.stream import CALIBRATION_DTYPE, PROBE_DTYPE, BlockQuantizer, Stream
 from finetune.quant.tuning import ScaleTuner
@@ -72,6 +73,7 @@ def quantize_model(
     decoder = StreamedDecoder(model_folder, device=device)
     schemes = layer_schemes(decoder, settings)
     writer = WRITERS[settings.format_name]
+    check_called(decoder, schemes)
     writer.check(decoder, schemes)
     if METHODS[settings.method].needs_calibration and settings.calibration is None:
         raise RecipeError(f"method {settings.method} needs calibration data", fix="add `calibration:`, or use `rtn`")
@@ -129,7 +131,13 @@ def quantize_model(
         for path in sorted(model_folder.iterdir()):
             if path.is_file() and path.name not in _WRITTEN_ANEW and not path.name.endswith(_NOT_COPIED):
                 shutil.copyfile(path, folder / path.name)
-        write_probe(folder, done.probe_ids, done.probe_logits, dtype=PROBE_DTYPE)
+        write_probe(
+            folder,
+            done.probe_ids,
+            done.probe_logits,
+            dtype=PROBE_DTYPE,
+            float_activations=probe_of_float_inputs(schemes.values()),
+        )
         summary = {
             "settings": settings.resolved(),
             "format": settings.format_name,
@@ -147,6 +155,8 @@ def quantize_model(
             "notes": notes,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
+        # Whoever loads the folder looks there for what may be left over.
+        write_json(folder / REPORT_NAME, {"carried_over": decoder.carried_over})
         if verify is not None and settings.verify:
             summary["verified"] = _verified(verify, folder, out)
         summary["seconds"] = round(time.perf_counter() - started, 2)
@@ -227,13 +237,14 @@ def _observe(quantizer: BlockQuantizer, work: WorkFolder, samples: CalibrationSa
         probe_ids = samples.input_ids[0][samples.mask[0]][:NUM_PROBE_TOKENS].tolist()
     hidden, calls = decoder.embed([torch.tensor([probe_ids])], dtype=PROBE_DTYPE)
     probe = Stream(hidden, [None], calls, PROBE_DTYPE)
+    float_inputs = probe_of_float_inputs(quantizer.schemes.values())
     layers: list[dict[str, Any]] = []
     blocks: list[dict[str, Any]] = []
     for index in range(len(decoder.blocks)):
         name = decoder.block_name(index)
         result = work.loaded(index, name, quantizer.layers_of(index))
         layers += result.report
-        with quantizer.quantized_block(index, result, dtype=PROBE_DTYPE) as block:
+        with quantizer.quantized_block(index, result, dtype=PROBE_DTYPE, round_inputs=not float_inputs) as block:
             probe.advance(block, index, decoder.device)
         if evaluation is not None:
             evaluation.advance_exact(index)
@@ -246,6 +257,13 @@ def _observe(quantizer: BlockQuantizer, work: WorkFolder, samples: CalibrationSa
         probe_ids=probe_ids,
         probe_logits=decoder.logits(probe.hidden[0], dtype=PROBE_DTYPE),
     )
+
+
+def probe_of_float_inputs(schemes: Iterable[QuantScheme]) -> bool:
+    """Whether the probe leaves inputs in floats that will be rounded. Rounded ones hide faults, since two float32
+    kernels tip some of them the other way; but stored scales of inputs are only seen where inputs are rounded."""
+    activations = [scheme.activations for scheme in schemes if scheme.activations is not None]
+    return bool(activations) and all(args.dynamic for args in activations)
 
 
 def calibration_stream(decoder: StreamedDecoder, samples: CalibrationSamples, micro_batch_size: int) -> Stream:

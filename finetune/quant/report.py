@@ -9,11 +9,12 @@ from typing import Any
 
 from finetune.errors import QualityGateError
 from finetune.files import write_json
+from finetune.model.load import QUANTIZATION_REPORT
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.shards import StoredTensor
 from finetune.quant.writers import Writer
 
-REPORT_NAME = "quantization_report.json"
+REPORT_NAME = QUANTIZATION_REPORT
 PLOT_NAME = "quantization_report.png"
 
 

@@ -31,7 +31,7 @@ class CalibrationSettings(Section):
     """Sequences in one forward; changes memory and speed."""
 
 
-TUNING_STEPS = {"best": 64}
+TUNING_STEPS = {"gptq": 16, "best": 64}
 """Of the methods that tune by default."""
 
 

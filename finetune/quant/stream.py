@@ -111,8 +111,11 @@ class BlockQuantizer:
         return roundings
 
     @contextmanager
-    def quantized_block(self, index: int, result: BlockResult, *, dtype: torch.dtype) -> Iterator[nn.Module]:
-        """The block as a plain load in ``dtype`` would compute it: dequantized weights, rounded inputs."""
+    def quantized_block(
+        self, index: int, result: BlockResult, *, dtype: torch.dtype, round_inputs: bool = True
+    ) -> Iterator[nn.Module]:
+        """The block as a plain load in ``dtype`` would compute it: dequantized weights, and inputs that are rounded,
+        or left in floats."""
         tensors = dict(result.tensors)
         for name, weight in result.quantized.items():
             tensors[f"{name}.weight"] = weight_values(weight, dtype)
@@ -123,7 +126,8 @@ class BlockQuantizer:
                 if fused and self.experts_in_scale_dtype:
                     values_OI = weight_values(weight, weight.scale.dtype).to(self.decoder.device)
                     layers[name].weight = nn.Parameter(values_OI, requires_grad=False)
-            with quantized_inputs(layers, self.input_roundings(index, result.quantized)):
+            roundings = self.input_roundings(index, result.quantized)
+            with quantized_inputs(layers, roundings if round_inputs else dict.fromkeys(layers)):
                 yield block
 
     @torch.no_grad()
