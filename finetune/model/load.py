@@ -28,7 +28,7 @@ from finetune.model.gguf import GGUF_NAME, is_gguf_folder, loading_config, read_
 
 QUANTIZATION_REPORT = "quantization_report.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "README.md", "LICENSE*"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.gguf", "*.model", "*.jinja", "*.txt", "README.md", "LICENSE*"]
 
 
 def resolve_model(path: str | Path) -> Path:
