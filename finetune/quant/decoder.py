@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.engine.host_memory import give_back_freed_memory
 from finetune.errors import CheckpointError, RecipeError
 from finetune.model.load import load_config, meta_model
 from finetune.model.tied import tied_parameter_names
@@ -220,6 +221,7 @@ class StreamedDecoder:
             yield block
         finally:
             empty_module(block)
+            give_back_freed_memory()
 
     @contextmanager
     def _outer(self, dtype: torch.dtype, taps: list[_Tap]) -> Iterator[None]:

@@ -197,10 +197,10 @@ def _quantize_blocks(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream
     for index in tqdm(range(num_blocks), desc="quantize", unit="block", disable=None):
         name = decoder.block_name(index)
         result = work.load(index, name, quantizer.layers_of(index))
+        is_last = index + 1 == num_blocks
         if result is None:
-            result = quantizer.quantize(index, stream)
-            work.save(index, name, result)
-        if stream is not None and index + 1 < num_blocks:
+            work.save(index, name, quantizer.quantize(index, stream, advance=not is_last))
+        elif stream is not None and not is_last:
             with quantizer.quantized_block(index, result, dtype=stream.dtype) as block:
                 stream.advance(block, index, decoder.device)
 

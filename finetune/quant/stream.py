@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from finetune.quant.activations import (
 )
 from finetune.quant.decoder import BlockCall, StreamedDecoder
 from finetune.quant.experts import RoutedTokens, joined_stages, routed_mask
+from finetune.quant.memo import ForwardMemo
 from finetune.quant.methods import METHODS, QuantizedWeight
 from finetune.quant.scales import relative_error, weight_values
 from finetune.quant.scheme import QuantScheme
@@ -60,10 +61,11 @@ class Stream:
             yield calls[index].run(block, hidden_BSD.to(device, self.dtype))
 
     @torch.no_grad()
-    def advance(self, block: nn.Module, index: int, device: torch.device) -> None:
-        """Replace the hidden states by the block's outputs."""
-        for position, output_BSD in enumerate(self.forward(block, index, device)):
-            self.hidden[position] = output_BSD.cpu()
+    def advance(self, block: nn.Module, index: int, device: torch.device, memo: ForwardMemo | None = None) -> None:
+        """Replace the hidden states by the block's outputs; ``memo`` knows parts of them."""
+        for position, (hidden_BSD, calls) in enumerate(zip(self.hidden, self.calls, strict=True)):
+            with nullcontext() if memo is None else memo.skipping(position, device):
+                self.hidden[position] = calls[index].run(block, hidden_BSD.to(device, self.dtype)).cpu()
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,10 @@ class BlockQuantizer:
                 yield block
 
     @torch.no_grad()
-    def quantize(self, index: int, stream: Stream | None) -> BlockResult:
+    def quantize(self, index: int, stream: Stream | None, *, advance: bool = False) -> BlockResult:
         """Quantize block ``index``; ``stream`` holds its inputs, None with a method that uses none.
+
+        ``advance``: afterwards ``stream`` holds what the quantized block makes of them.
 
         Raises RecipeError for a layer that the block's forward never reaches, CheckpointError for inputs that overflow.
         """
@@ -147,12 +151,21 @@ class BlockQuantizer:
             with self.decoder.block(index, tensors, dtype=stream.dtype) as block:
                 learns = METHODS[self.method].learns and self.rounding_iterations
                 targets = [out_BSD.cpu() for out_BSD in stream.forward(block, index, self.decoder.device) if learns]
-                hessians = self._quantize_in_order(block, index, wanted, stream, tensors, quantized, report)
+                hessians, memo = self._quantize_in_order(block, index, wanted, stream, tensors, quantized, report)
                 if learns:
                     self._learn(block, index, stream, targets, tensors, hessians, quantized, report)
+                elif advance and memo is not None:
+                    layers = {name: block.get_submodule(name) for name in quantized}
+                    with quantized_inputs(layers, self.input_roundings(index, quantized)):
+                        stream.advance(block, index, self.decoder.device, memo)
+                    advance = False
         rest = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in quantized}
         order = list(self.schemes)
-        return BlockResult(rest, quantized, sorted(report, key=lambda entry: order.index(entry["layer"])))
+        result = BlockResult(rest, quantized, sorted(report, key=lambda entry: order.index(entry["layer"])))
+        if stream is not None and advance:
+            with self.quantized_block(index, result, dtype=stream.dtype) as block:
+                stream.advance(block, index, self.decoder.device)
+        return result
 
     def _learn(
         self,
@@ -192,8 +205,9 @@ class BlockQuantizer:
         tensors: dict[str, Tensor],
         quantized: dict[str, QuantizedWeight],
         report: list[dict[str, Any]],
-    ) -> dict[str, Tensor]:
-        """Quantize the block's layers in the order of its forward; returns their Hessians if the method learns."""
+    ) -> tuple[dict[str, Tensor], ForwardMemo | None]:
+        """Quantize the block's layers in the order of its forward; returns their Hessians if the method learns, and
+        what a pass over the samples needn't compute again."""
         device = self.decoder.device
         hessians: dict[str, Tensor] = {}
         layers = {name: _linear(block, name) for name in wanted}
@@ -223,10 +237,15 @@ class BlockQuantizer:
         groups = [part for group in groups for part in self._by_scheme(index, group)]
         stages = joined_stages([[group] for group in groups], block) if self.true_sequential else [groups]
         routed = self._count_routed_tokens(block, index, stream)
+        memo = None
+        if self.true_sequential and not routed.modules:
+            alone = [group[0] for group in groups if len(group) == 1]
+            forward = first_chunk.forward(block, index, device)
+            memo = ForwardMemo(block, alone, len(stream.hidden), lambda: list(forward))
         for stage in stages:
             done = {name: layers[name] for name in quantized}
             with quantized_inputs(done, self.input_roundings(index, quantized)):
-                inputs = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream)
+                inputs = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream, memo)
             for group in stage:
                 self._quantize_layers(group, inputs[group[0]], tensors, quantized, report, index)
                 if METHODS[self.method].learns:
@@ -242,7 +261,7 @@ class BlockQuantizer:
         if self.smoothing is not None and rounding:
             for entry in report:
                 entry["smoothed"] = entry["layer"].removeprefix(self.decoder.block_name(index) + ".") in smoothed
-        return hessians
+        return hessians, memo
 
     def _count_routed_tokens(self, block: nn.Module, index: int, stream: Stream) -> RoutedTokens:
         """How many tokens go to each expert; those with too few are given all from now on."""
@@ -264,15 +283,24 @@ class BlockQuantizer:
         return list(parts.values())
 
     def _hessians(
-        self, block: nn.Module, index: int, layers: dict[str, nn.Linear], stream: Stream
+        self,
+        block: nn.Module,
+        index: int,
+        layers: dict[str, nn.Linear],
+        stream: Stream,
+        memo: ForwardMemo | None = None,
     ) -> dict[str, HessianSum]:
-        sums = {name: HessianSum(layer.in_features, self.decoder.device) for name, layer in layers.items()}
-        for chunk in stream.chunks():
+        device = self.decoder.device
+        sums = {name: HessianSum(layer.in_features, device) for name, layer in layers.items()}
+        for position, chunk in enumerate(stream.chunks()):
 
-            def add(name: str, hidden_BSI: Tensor, mask_BS: Tensor | None = chunk.masks[0]) -> None:
-                sums[name].add(hidden_BSI, routed_mask(block, name, mask_BS))
+            def add(name: str, hidden_BSI: Tensor, position: int = position, chunk: Stream = chunk) -> None:
+                sums[name].add(hidden_BSI, routed_mask(block, name, chunk.masks[0]))
+                if memo is not None:
+                    memo.keep(name, position, hidden_BSI)
 
-            run_and_catch(layers, lambda chunk=chunk: list(chunk.forward(block, index, self.decoder.device)), add)
+            with nullcontext() if memo is None else memo.skipping(position, device):
+                run_and_catch(layers, lambda chunk=chunk: list(chunk.forward(block, index, device)), add)
         for name, total in sums.items():
             if not torch.isfinite(total.mean()).all():
                 raise CheckpointError(

@@ -2,8 +2,9 @@
 
 The calibration text runs through the unquantized model once, and a block's Hessians are summed once for all schemes;
 each scheme has only its own few evaluation sequences running through its own quantized blocks. So a sweep costs little
-more than one quantization, and its figures differ a little from a quantization's own: there a layer's Hessian sees the
-layers before it already quantized and makes up for some of their error. Smoothed inputs (int8) are summed anew.
+more than one quantization, and its figures are a little worse than a quantization's own: there a layer's Hessian sees the
+layers before it already quantized and makes up for some of their error, and scales may be tuned. Smoothed inputs (int8)
+are summed anew.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from finetune.quant.calibration import check_length, load_calibration, notes_on
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.end_to_end import EndToEnd
 from finetune.quant.layers import layer_schemes
+from finetune.quant.memo import ForwardMemo
 from finetune.quant.methods import METHODS
 from finetune.quant.plots import plot_sweep
 from finetune.quant.quantize import calibration_stream
@@ -47,14 +49,19 @@ class _SharingQuantizer(BlockQuantizer):
     shared: dict[str, HessianSum] = field(default_factory=dict)
 
     def _hessians(
-        self, block: nn.Module, index: int, layers: dict[str, nn.Linear], stream: Stream
+        self,
+        block: nn.Module,
+        index: int,
+        layers: dict[str, nn.Linear],
+        stream: Stream,
+        memo: ForwardMemo | None = None,
     ) -> dict[str, HessianSum]:
         rounds_inputs = any(scheme.activations is not None for scheme in self.schemes.values())
         if self.smoothing is not None and (rounds_inputs or METHODS[self.method].scales_inputs):
-            return super()._hessians(block, index, layers, stream)
+            return super()._hessians(block, index, layers, stream, memo)
         missing = {name: layer for name, layer in layers.items() if name not in self.shared}
         if missing:
-            self.shared.update(super()._hessians(block, index, missing, stream))
+            self.shared.update(super()._hessians(block, index, missing, stream, memo))
         return {name: self.shared[name] for name in layers}
 
 
@@ -159,7 +166,7 @@ def _planned(
             f"a sweep can't quantize by {settings.method}", fix=f"choose one of {', '.join(SWEEP_METHODS)}"
         )
     if settings.tuning_steps:
-        raise RecipeError("a sweep tunes nothing", where="tuning_steps", fix="leave it out")
+        raise RecipeError("a sweep tunes nothing", where="tuning_steps", fix="set it to 0")
     try:
         schemes = layer_schemes(decoder, settings)
         writer = WRITERS[settings.format_name]
