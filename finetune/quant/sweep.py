@@ -1,10 +1,9 @@
 """Several schemes of one model measured in one pass, to choose from: size against KL divergence and perplexity.
 
 The calibration text runs through the unquantized model once, and a block's Hessians are summed once for all schemes;
-each scheme has only its own few evaluation sequences running through its own quantized blocks. So a sweep costs little
-more than one quantization, and its figures are a little worse than a quantization's own: there a layer's Hessian sees the
-layers before it already quantized and makes up for some of their error, and scales may be tuned. Smoothed inputs (int8)
-are summed anew.
+each scheme has only its own few evaluation sequences running through its own quantized blocks. Figures are a little
+worse than a quantization's own: there a layer's Hessian sees the layers before it already quantized and makes up for
+some of their error, and scales may be tuned. Where inputs are scaled (int8, awq) a scheme's Hessians are its own.
 """
 
 from __future__ import annotations
