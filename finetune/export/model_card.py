@@ -240,6 +240,13 @@ def _stage_details(kind: str, settings: Mapping[str, Any], metrics: Mapping[str,
         details.append(f"{calibration['num_samples']} samples of {calibration['max_seq_length']} tokens")
     keys = QUANTIZATION_SETTINGS if kind == "quantize" else TRAINING_SETTINGS if kind in TRAINING_KINDS else ()
     details += [f"{key} {_shorten(settings[key])}" for key in keys if settings.get(key) is not None]
+    figures = metrics.get("end_to_end") if kind == "quantize" else None
+    if figures:
+        text = "calibration text held out" if figures["held_out"] else "the calibration text"
+        details.append(
+            f"on {text}: perplexity ratio {figures['perplexity_ratio']:.4f}, KL {figures['kl']:.4f} nats/token, "
+            f"top-1 agreement {figures['top1_agreement']:.1%}"
+        )
     if kind in TRAINING_KINDS:
         for key, value in metrics.items():
             if isinstance(value, int | float) and not isinstance(value, bool) and re.search(r"loss|num_steps", key):
