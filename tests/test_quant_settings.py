@@ -38,6 +38,8 @@ def test_group_size_is_resolved_by_the_scheme() -> None:
         ({"method": "gptk", "calibration": CALIBRATION}, "gptq"),
         ({"method": "gptq"}, "needs `calibration:`"),
         ({"method": "rtn", "scheme": "w8a8", "symmetric": False}, "symmetric"),
+        ({"scheme": "nf4", "tuning_steps": 4}, "can't be tuned"),
+        ({"method": "rtn", "tuning_steps": 4}, "needs `calibration:`"),
         ({"method": "rtn", "scheme": "nf4", "group_size": 32}, "blocks of its own"),
         ({"method": "rtn", "scheme": "w8a8", "format": "gptq"}, "compressed-tensors"),
         ({"method": "rtn", "overrides": [{"layers": ["down_proj"], "scheme": "nf4"}]}, "bitsandbytes"),

@@ -157,6 +157,8 @@ class QuantizeSettings(Section):
             methods = SCHEMES[scheme].methods
             if methods is not None and self.method not in methods:
                 raise ValueError(f"{scheme} finds its codes by a rule of its own: set `method: {methods[0]}`")
+            if methods is not None and self.tuning_steps:
+                raise ValueError(f"{scheme} has scales of its own rule, which can't be tuned; set `tuning_steps: 0`")
             if self.format_name not in SCHEMES[scheme].formats:
                 raise ValueError(
                     f"format {self.format_name} doesn't hold {scheme}; {scheme} can be stored as "
