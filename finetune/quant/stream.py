@@ -150,7 +150,8 @@ class BlockQuantizer:
         else:
             with self.decoder.block(index, tensors, dtype=stream.dtype) as block:
                 learns = METHODS[self.method].learns and self.rounding_iterations
-                targets = [out_BSD.cpu() for out_BSD in stream.forward(block, index, self.decoder.device) if learns]
+                outputs = stream.forward(block, index, self.decoder.device) if learns else ()
+                targets = [output_BSD.cpu() for output_BSD in outputs]
                 hessians, memo = self._quantize_in_order(block, index, wanted, stream, tensors, quantized, report)
                 if learns:
                     self._learn(block, index, stream, targets, tensors, hessians, quantized, report)
