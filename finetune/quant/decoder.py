@@ -5,7 +5,7 @@ Shapes: B sequences, S tokens each, D hidden size, V vocabulary, T tokens of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,9 +237,15 @@ class StreamedDecoder:
             setattr(self._decoder, self._list_name, self.blocks)
 
     @torch.no_grad()
-    def embed(self, chunks_BS: list[Tensor], *, dtype: torch.dtype) -> tuple[list[Tensor], list[list[BlockCall]]]:
-        """For each chunk of token ids: the hidden states that enter the first block, and the call of every block."""
-        hidden, calls = [], []
+    def embed(
+        self, chunks_BS: list[Tensor], *, dtype: torch.dtype, hidden: MutableSequence[Tensor] | None = None
+    ) -> tuple[MutableSequence[Tensor], list[list[BlockCall]]]:
+        """For each chunk of token ids: the hidden states that enter the first block, and the call of every block.
+
+        The hidden states are added to ``hidden``, which is returned.
+        """
+        hidden = [] if hidden is None else hidden
+        calls: list[list[BlockCall]] = []
         self._learn_returns(chunks_BS[0][:1, :2], dtype)
         taps = [_Tap(block, rest=self._rest) for block in self.blocks]
         by_shape: dict[torch.Size, list[BlockCall]] = {}

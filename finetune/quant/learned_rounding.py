@@ -10,7 +10,7 @@ Cost: an iteration runs one chunk of the calibration samples forward and back th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -85,7 +85,7 @@ def learn_rounding(
     weights: Mapping[str, Tensor],
     start: Mapping[str, QuantizedWeight],
     stream: Stream,
-    targets: list[Tensor],
+    targets: Sequence[Tensor],
     *,
     iterations: int,
 ) -> dict[str, QuantizedWeight]:

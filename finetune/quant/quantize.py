@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import finetune
+from finetune.engine.host_memory import give_back_large_memory
 from finetune.errors import CheckpointError, RecipeError
 from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json, write_json
 from finetune.model.probe import probe_input_ids, write_probe
@@ -34,6 +35,7 @@ from finetune.quant.report import (
 )
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.settings import QuantizeSettings
+from finetune.quant.spill import HiddenStates
 from finetune.quant.stream import CALIBRATION_DTYPE, PROBE_DTYPE, BlockQuantizer, Stream
 from finetune.quant.tuning import ScaleTuner
 from finetune.quant.work import WorkFolder
@@ -68,6 +70,7 @@ def quantize_model(
     for an unfinished run that was begun otherwise, ResourceError for a full disk.
     """
     started = time.perf_counter()
+    give_back_large_memory()
     if out.resolve() == model_folder.resolve():
         raise RecipeError("the quantized model would replace its source", where=out, fix="choose another folder")
     decoder = StreamedDecoder(model_folder, device=device)
@@ -103,14 +106,18 @@ def quantize_model(
         experts_in_scale_dtype=settings.format_name == "compressed-tensors",
     )
     stream, tuning = None, None
-    if samples is not None:
+
+    def begin(samples: CalibrationSamples) -> Stream:
         assert settings.calibration is not None
-        stream = calibration_stream(decoder, samples, settings.calibration.micro_batch_size)
+        hidden = HiddenStates(work.spill_folder() / "inputs", settings.activation_memory_bytes)
+        return calibration_stream(decoder, samples, settings.calibration.micro_batch_size, hidden=hidden)
+
+    if samples is not None:
+        stream = begin(samples)
     _quantize_blocks(quantizer, work, stream)
     if settings.tuning_steps:
         assert samples is not None, "the settings ask for calibration data"
-        assert settings.calibration is not None
-        stream = calibration_stream(decoder, samples, settings.calibration.micro_batch_size)
+        stream = begin(samples)
         tuning = _tune(quantizer, work, stream, steps=settings.tuning_steps, seed=seed)
     del stream
     done = _observe(quantizer, work, samples)
@@ -266,13 +273,19 @@ def probe_of_float_inputs(schemes: Iterable[QuantScheme]) -> bool:
     return bool(activations) and all(args.dynamic for args in activations)
 
 
-def calibration_stream(decoder: StreamedDecoder, samples: CalibrationSamples, micro_batch_size: int) -> Stream:
-    """The samples as they enter the first block."""
+def calibration_stream(
+    decoder: StreamedDecoder,
+    samples: CalibrationSamples,
+    micro_batch_size: int,
+    *,
+    hidden: HiddenStates | None = None,
+) -> Stream:
+    """The samples as they enter the first block, in ``hidden``, which may spill to disk, or in memory."""
     ids_NS = torch.from_numpy(samples.input_ids).long()
     mask_NS = torch.from_numpy(samples.mask)
-    hidden, calls = decoder.embed(list(ids_NS.split(micro_batch_size)), dtype=CALIBRATION_DTYPE)
+    states, calls = decoder.embed(list(ids_NS.split(micro_batch_size)), dtype=CALIBRATION_DTYPE, hidden=hidden)
     masks = [None if mask_BS.all() else mask_BS for mask_BS in mask_NS.split(micro_batch_size)]
-    return Stream(hidden, masks, calls, CALIBRATION_DTYPE)
+    return Stream(states, masks, calls, CALIBRATION_DTYPE)
 
 
 def _begun_with(

@@ -104,6 +104,9 @@ class QuantizeSettings(Section):
     whole model; when the samples run out they are taken again. Default: what the method does."""
     kv_cache: Literal["int8"] | None = None
     """Only null: no loader applies a scheme of int8 keys and values that a model folder names."""
+    activation_memory: str = "4GiB"
+    """Memory for the hidden states of the calibration tokens; what goes beyond lies on disk meanwhile, beside the
+    result. Changes no bit of it."""
     max_shard_size: str = "5GB"
     """Size limit of one weight file of the result."""
     verify: bool = True
@@ -113,6 +116,10 @@ class QuantizeSettings(Section):
     @property
     def max_shard_size_bytes(self) -> int:
         return parse_size(self.max_shard_size, where="max_shard_size")
+
+    @property
+    def activation_memory_bytes(self) -> int:
+        return parse_size(self.activation_memory, where="activation_memory")
 
     @model_validator(mode="before")
     @classmethod
@@ -141,7 +148,7 @@ class QuantizeSettings(Section):
             )
         return value
 
-    @field_validator("max_shard_size")
+    @field_validator("max_shard_size", "activation_memory")
     @classmethod
     def _is_size(cls, value: str) -> str:
         try:

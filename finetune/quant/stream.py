@@ -7,7 +7,7 @@ Each block sees the inputs that the quantized blocks before it give, so it makes
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from finetune.quant.methods import METHODS, QuantizedWeight
 from finetune.quant.scales import relative_error, weight_values
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.smoothing import smooth_block
+from finetune.quant.spill import HiddenStates, OneOf
 
 CALIBRATION_DTYPE = torch.bfloat16
 """Of the calibration forwards: five times as fast as float32 on a processor with bfloat16 multipliers."""
@@ -42,8 +43,8 @@ PROBE_DTYPE = torch.float32
 class Stream:
     """Hidden states on their way through the model, in chunks of a few sequences."""
 
-    hidden: list[Tensor]
-    """Each (B, S, D)."""
+    hidden: MutableSequence[Tensor]
+    """Each (B, S, D); read one at a time, since all of them needn't be in memory."""
     masks: list[Tensor | None]
     """Each (B, S) bool, False at padding; None where the chunk has none."""
     calls: list[list[BlockCall]]
@@ -52,8 +53,14 @@ class Stream:
 
     def chunks(self) -> list[Stream]:
         """One stream a chunk."""
-        parts = zip(self.hidden, self.masks, self.calls, strict=True)
-        return [Stream([hidden_BSD], [mask_BS], [calls], self.dtype) for hidden_BSD, mask_BS, calls in parts]
+        parts = enumerate(zip(self.masks, self.calls, strict=True))
+        return [
+            Stream(OneOf(self.hidden, position), [mask_BS], [calls], self.dtype) for position, (mask_BS, calls) in parts
+        ]
+
+    def storage(self, name: str) -> MutableSequence[Tensor]:
+        """An empty list for more hidden states, which share this stream's memory with it."""
+        return self.hidden.another(name) if isinstance(self.hidden, HiddenStates) else []
 
     def forward(self, block: nn.Module, index: int, device: torch.device) -> Iterator[Tensor]:
         """Yield the block's output for each chunk."""
@@ -151,7 +158,8 @@ class BlockQuantizer:
             with self.decoder.block(index, tensors, dtype=stream.dtype) as block:
                 learns = METHODS[self.method].learns and self.rounding_iterations
                 outputs = stream.forward(block, index, self.decoder.device) if learns else ()
-                targets = [output_BSD.cpu() for output_BSD in outputs]
+                targets = stream.storage("targets")
+                targets.extend(output_BSD.cpu() for output_BSD in outputs)
                 hessians, memo = self._quantize_in_order(block, index, wanted, stream, tensors, quantized, report)
                 if learns:
                     self._learn(block, index, stream, targets, tensors, hessians, quantized, report)
@@ -173,7 +181,7 @@ class BlockQuantizer:
         block: nn.Module,
         index: int,
         stream: Stream,
-        targets: list[Tensor],
+        targets: Sequence[Tensor],
         tensors: dict[str, Tensor],
         hessians: dict[str, Tensor],
         quantized: dict[str, QuantizedWeight],

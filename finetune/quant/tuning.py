@@ -14,7 +14,7 @@ Shapes: B sequences, S tokens, D hidden size, V vocabulary, N positions; O, G as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,10 +119,11 @@ class ScaleTuner:
             save(index, BlockResult(tensors, quantized, block.report))
         return losses
 
-    def _exact_outputs(self) -> list[Tensor]:
+    def _exact_outputs(self) -> Sequence[Tensor]:
         """What leaves the last unquantized block, a chunk of sequences each (B, S, D)."""
         inputs = self._inputs
-        exact = Stream(list(inputs.hidden), inputs.masks, inputs.calls, inputs.dtype)
+        exact = Stream(inputs.storage("exact"), inputs.masks, inputs.calls, inputs.dtype)
+        exact.hidden.extend(inputs.hidden)
         for index in range(self._num_blocks):
             with self._decoder.block(index, self._decoder.load_block(index), dtype=exact.dtype) as block:
                 exact.advance(block, index, self._decoder.device)
@@ -145,7 +146,7 @@ class ScaleTuner:
     def _step(
         self,
         step: Rows,
-        targets: list[Tensor],
+        targets: Sequence[Tensor],
         head: Callable[[Tensor], Tensor],
         *,
         number: int,
@@ -182,7 +183,7 @@ class ScaleTuner:
         self,
         hidden: list[Tensor],
         step: Rows,
-        targets: list[Tensor],
+        targets: Sequence[Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> tuple[float, list[Tensor]]:
         """The mean KL over the step's tokens, and its gradients with respect to ``hidden``."""

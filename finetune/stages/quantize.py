@@ -11,7 +11,7 @@ from finetune.train.settings import TrainSettings
 
 
 class QuantizeStage(QuantizeSettings, StageSettings):
-    not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | {"verify"}
+    not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | {"verify", "activation_memory"}
     calibration_is_complete: ClassVar[bool] = False
 
 
