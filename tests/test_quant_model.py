@@ -195,11 +195,13 @@ from finetune.quant.quantize import quantize_model
 from finetune.quant.settings import QuantizeSettings
 from finetune.quant.work import WorkFolder
 class DyingFolder(WorkFolder):
-    def save(self, index, *rest):
+    def save(self, index, *rest, **more):
         if index == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        super().save(index, *rest)
+        super().save(index, *rest, **more)
+import torch
 import finetune.quant.quantize as module
+torch.set_num_threads(int(sys.argv[4]))
 module.WorkFolder = DyingFolder
 settings = QuantizeSettings.model_validate_json(sys.argv[2])
 quantize_model(Path(sys.argv[1]), settings=settings, out=Path(sys.argv[3]), seed=0)
@@ -211,6 +213,7 @@ def test_a_killed_run_goes_on_at_its_block_with_the_bytes_of_an_undisturbed_one(
     settings = settings_for(tmp_path)
     out = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(source), settings.model_dump_json(), str(out)]
+    command.append(str(torch.get_num_threads()))
     assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
     work = tmp_path / "out.work"
     blocks = sorted(work.glob("block-*.safetensors"))
@@ -232,6 +235,7 @@ def test_another_setting_is_refused_where_blocks_lie_and_restart_takes_none_over
         str(source),
         settings_for(tmp_path).model_dump_json(),
         str(tmp_path / "out"),
+        str(torch.get_num_threads()),
     ]
     assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
     other = settings_for(tmp_path, damp=0.1)
