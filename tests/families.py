@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0},
     "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
     "olmo2": {},
+    "gemma4_text": {**_WINDOW, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 376},
     "granite": {"residual_multiplier": 0.5},
     "smollm3": {"pad_token_id": 0, "no_rope_layer_interval": 2},
     "starcoder2": {"use_bias": True},
@@ -47,6 +48,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "decoder_sparse_step": 2,
     },
+    "deepseek_v3": {
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
 }
 """model_type → what its configuration says besides the sizes that all share."""
@@ -54,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 CONV1D = ("gpt2",)
 OWN_LINEAR = ("falcon",)
 """Their layers are of a subclass of Linear."""
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+EXPERTS = ("mixtral", "qwen2_moe", "deepseek_v3", "qwen3_moe")
 
 
 def tiny_model(

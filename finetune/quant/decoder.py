@@ -90,8 +90,9 @@ class StreamedDecoder:
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self.device))
         self.aliases = tied_parameter_names(self.model)
-        self._decoder, self._list_name = self._find_blocks()
-        self.blocks: nn.ModuleList = getattr(self._decoder, self._list_name)
+        self._decoder = self.model.get_decoder()
+        self._owner, self._list_name = self._find_blocks()
+        self.blocks: nn.ModuleList = getattr(self._owner, self._list_name)
         self.blocks_name = self._name_of(self.blocks)
         self._check_names()
         before, after = self.outer_names_around_blocks()
@@ -100,11 +101,11 @@ class StreamedDecoder:
         self._returns_known = False
 
     def _find_blocks(self) -> tuple[nn.Module, str]:
-        decoder = self.model.get_decoder()
         num_layers = getattr(self.config.get_text_config(), "num_hidden_layers", None)
-        for name, child in decoder.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-                return decoder, name
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+                owner, _, name = path.rpartition(".")
+                return self.model.get_submodule(owner), name
         raise RecipeError(
             f"no list of {num_layers} decoder blocks was found in {type(self.model).__name__}",
             where=self.folder,
@@ -226,7 +227,7 @@ class StreamedDecoder:
     @contextmanager
     def _outer(self, dtype: torch.dtype, taps: list[_Tap]) -> Iterator[None]:
         """The model with its outer tensors in ``dtype`` and taps in the place of its blocks."""
-        setattr(self._decoder, self._list_name, nn.ModuleList(taps))
+        setattr(self._owner, self._list_name, nn.ModuleList(taps))
         try:
             fill_module(self.model, self.load_outer(), dtype=dtype, device=self.device)
             self.model.tie_weights()
@@ -234,7 +235,7 @@ class StreamedDecoder:
         finally:
             empty_module(self.model)
             self.model.tie_weights()
-            setattr(self._decoder, self._list_name, self.blocks)
+            setattr(self._owner, self._list_name, self.blocks)
 
     @torch.no_grad()
     def embed(
@@ -267,7 +268,15 @@ class StreamedDecoder:
             return
         taps = [_Tap(block, stop=True) for block in self.blocks]
         with self._outer(dtype, taps), suppress(_StopError):
-            self._decoder(input_ids=ids_BS.to(self.device), use_cache=False)
+            try:
+                self._decoder(input_ids=ids_BS.to(self.device), use_cache=False)
+            except (AttributeError, TypeError, ValueError, IndexError) as cause:
+                # Before the first block a decoder may ask its blocks for what only they have.
+                raise RecipeError(
+                    f"{type(self.model).__name__} can't be run without its blocks: {cause}",
+                    where=self.folder,
+                    fix="this architecture can't be quantized block by block",
+                ) from cause
         if taps[0].hidden_BSD is None or taps[0].hidden_BSD.ndim != 3:
             raise RecipeError(
                 f"the blocks of {type(self.model).__name__} aren't called with hidden states (batch, tokens, width)",
