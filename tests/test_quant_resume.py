@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -83,6 +84,7 @@ def mixtral(tmp_path: Path) -> tuple[Path, QuantizeSettings]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("FINETUNE_TEST_KILLS" not in os.environ, reason="takes minutes: FINETUNE_TEST_KILLS asks for it")
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("make", [llama, smoothed, mixtral])
 def test_killed_at_random_moments(
@@ -94,19 +96,26 @@ def test_killed_at_random_moments(
     assert "model.safetensors" in expected
     moments = random.Random(seed)
     num_killed = 0
-    # The last third of the moments lies where files are written and published.
-    for number in range(10):
+    # A machine that does other work is fast and slow by turns: a run that was over before its moment counts for nothing.
+    for number in range(30):
+        # The last of the moments lie where files are written and published.
+        share = moments.uniform(0, 1) if num_killed < 7 else moments.uniform(0.8, 1)
         out = tmp_path / f"killed-{number}"
         process = start(source, chosen, out)
-        time.sleep(seconds * (moments.uniform(0, 1) if number < 7 else moments.uniform(0.85, 1.05)))
+        time.sleep(seconds * share)
         process.kill()
         process.communicate()
-        num_killed += process.returncode == -signal.SIGKILL
+        if process.returncode != -signal.SIGKILL:
+            seconds *= 0.9
+            continue
+        num_killed += 1
         finish(start(source, chosen, out))
         assert hashes(out) == expected, number
         assert report(out) == report(tmp_path / "undisturbed")
         assert sorted(path.name for path in tmp_path.glob(f"{out.name}*")) == [out.name]
-    assert num_killed >= 6
+        if num_killed == 10:
+            return
+    pytest.fail(f"only {num_killed} runs were killed in time")
 
 
 class StoppedError(Exception):
