@@ -96,7 +96,7 @@ def test_killed_at_random_moments(
     assert "model.safetensors" in expected
     moments = random.Random(seed)
     num_killed = 0
-    # A machine that does other work is fast and slow by turns: a run that was over before its moment counts for nothing.
+    # A machine that does other work is fast and slow by turns: a run that was over before its moment doesn't count.
     for number in range(30):
         # The last of the moments lie where files are written and published.
         share = moments.uniform(0, 1) if num_killed < 7 else moments.uniform(0.8, 1)

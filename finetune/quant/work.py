@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from finetune.engine.host_memory import give_back_freed_memory
 from finetune.errors import CheckpointError
 from finetune.files import write_file, write_json
 from finetune.quant.decoder import StreamedDecoder
@@ -98,6 +99,7 @@ class WorkFolder:
         tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
         metadata = {"format": "pt", "report": json.dumps(result.report)}
         write_file(self._file(index, tuned=tuned), lambda temporary: save_file(tensors, temporary, metadata=metadata))
+        give_back_freed_memory()
 
     def load(self, index: int, block_name: str, layers: list[str]) -> BlockResult | None:
         """The saved result; None where the block isn't finished."""
