@@ -10,8 +10,8 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 LARGE_BYTES = 4 << 20
 
 
-def give_back_large_memory() -> None:
-    """Let blocks from LARGE_BYTES on be pages of their own, which return to the system when they are freed.
+def give_back_large_memory(large_bytes: int = LARGE_BYTES) -> None:
+    """Let blocks from ``large_bytes`` on be pages of their own, which return to the system when they are freed.
 
     glibc moves its own threshold up to 32 MiB as such blocks are freed. FSDP2's gathered weights and reduced gradients
     then lie in one heap with the activations and are freed in another order: it grows, more with each micro-batch, and
@@ -25,15 +25,15 @@ def give_back_large_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(M_MMAP_THRESHOLD, large_bytes)
 
 
 def give_back_freed_memory() -> None:
     """Return what is free in the heap to the system, also from between blocks that are in use.
 
-    Streaming a model block by block frees as much as it takes, but in another order: by gptq a model of 512 wide grew
-    by 10 MiB a block (187 MiB above the imports for 12 blocks, 518 for 48; with this 112 and 117), of which tensors
-    were 6 MiB in all. Where the C library isn't glibc nothing is done.
+    Streaming a model block by block frees as much as it takes, but in another order: by gptq a Llama 512 wide peaked at
+    187 MB above the imports with 12 blocks, at 518 MB with 48, though tensors were 6 MiB between blocks; with this
+    after each block at 228 and 253 MB. Where the C library isn't glibc nothing is done.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
     if malloc_trim is not None:

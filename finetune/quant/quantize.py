@@ -42,6 +42,8 @@ from finetune.quant.work import WorkFolder
 from finetune.quant.writers import WRITERS
 
 NUM_PROBE_TOKENS = 64
+WHILE_MODELS_ARE_MADE_BYTES = 2**18
+"""From what size on memory is then pages of its own. For the whole work a block took 8% more time so."""
 _NOT_DECIDING = {"verify", "max_shard_size", "activation_memory"}
 """Settings that leave the blocks' bytes as they are."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -70,7 +72,9 @@ def quantize_model(
     for an unfinished run that was begun otherwise, ResourceError for a full disk.
     """
     started = time.perf_counter()
-    give_back_large_memory()
+    # A model on the meta device is made of real parameters that are dropped one by one. On the heap they would leave
+    # holes between what stays, as many as the model is large, and later memory would be spread over all of them.
+    give_back_large_memory(WHILE_MODELS_ARE_MADE_BYTES)
     if out.resolve() == model_folder.resolve():
         raise RecipeError("the quantized model would replace its source", where=out, fix="choose another folder")
     decoder = StreamedDecoder(model_folder, device=device)
@@ -80,6 +84,7 @@ def quantize_model(
     writer.check(decoder, schemes)
     if METHODS[settings.method].needs_calibration and settings.calibration is None:
         raise RecipeError(f"method {settings.method} needs calibration data", fix="add `calibration:`, or use `rtn`")
+    give_back_large_memory()
     samples, notes = None, []
     if settings.calibration is not None:
         check_length(settings.calibration, decoder.config)
