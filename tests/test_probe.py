@@ -148,3 +148,12 @@ def test_probe_ids_fit_any_vocabulary(vocab_size: int) -> None:
     assert ids == probe_input_ids(vocab_size)
     if vocab_size > 10_000:
         assert len(set(ids)) > 28
+
+
+def test_a_token_that_the_probe_does_not_name_may_not_take_the_first_place(tmp_path: Path) -> None:
+    logits_TV = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    write_probe(tmp_path, [1, 2, 3, 4], logits_TV)
+    damaged_TV = logits_TV.clone()
+    damaged_TV[:, int(logits_TV[0].argmin())] = 1e6
+    assert check_probe(tmp_path, logits_TV)["agrees"]
+    assert not check_probe(tmp_path, damaged_TV)["agrees"]
