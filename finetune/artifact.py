@@ -26,6 +26,9 @@ BEFORE_NAME = "started-before.json"
 """In a stage's folder while accepted changes aren't taken yet: what it was begun with before them."""
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 1
+RECORD_NAME = "finetune.json"
+"""Size and sha256 of each file of a model folder that stands by itself, and the verb that wrote it."""
+RECORD_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,23 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(
             "the manifest can't be read", where=path, fix="remove this folder and run the stage again"
         ) from cause
+
+
+def write_record(folder: Path, *, made_by: str, version: str) -> None:
+    """Write ``finetune.json`` over every file of ``folder``; ``made_by`` is the verb."""
+    files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in record_files(folder).items()}
+    files.pop(RECORD_NAME, None)
+    record = {"format": RECORD_FORMAT, "finetune_version": version, "made_by": made_by, "files": files}
+    write_json(folder / RECORD_NAME, record)
+
+
+def record_made_by(folder: Path) -> str | None:
+    """The verb that wrote the folder's ``finetune.json``; None where there is none that can be read."""
+    try:
+        record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record.get("made_by", "export") if isinstance(record, dict) else None
 
 
 def check_files(folder: Path, files: dict[str, FileRecord], *, trust_mtime: bool = True) -> None:

@@ -6,8 +6,8 @@ import ctypes
 import os
 import sys
 
-M_MMAP_THRESHOLD = -3  # malloc.h
-LARGE_BYTES = 4 << 20
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
+LARGE_BYTES, KEPT_BYTES = 4 << 20, 1 << 30
 
 
 def give_back_large_memory(large_bytes: int = LARGE_BYTES) -> None:
@@ -23,9 +23,24 @@ def give_back_large_memory(large_bytes: int = LARGE_BYTES) -> None:
     """
     if not sys.platform.startswith("linux") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
+    _set(M_MMAP_THRESHOLD, large_bytes)
+
+
+def keep_large_memory() -> None:
+    """Let blocks below KEPT_BYTES be taken from the heap and go back to it; ``give_back_freed_memory`` empties it.
+
+    Pages of its own are fresh at each use: quantizing a 135M model on two cores spent 90 of 227 processor seconds on
+    them, with this 13 of 144 (147 and 95 s of wall time). As ``give_back_large_memory`` where it does nothing.
+    """
+    if sys.platform.startswith("linux") and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        _set(M_MMAP_THRESHOLD, KEPT_BYTES)
+        _set(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def _set(parameter: int, value: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, large_bytes)
+        mallopt(parameter, value)
 
 
 def give_back_freed_memory() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from finetune.artifact import record_made_by
 from finetune.errors import HubError
 from finetune.export.settings import HubSettings
-from finetune.export.verify import RECORD_NAME
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write to this repository"
 
@@ -25,7 +25,7 @@ def push_folder(folder: Path, *, hub: HubSettings, api: Any = None) -> str:
         RepositoryNotFoundError,
     )
 
-    assert (folder / RECORD_NAME).is_file(), "only an exported folder is uploaded"
+    assert record_made_by(folder) == "export", "only an exported folder is uploaded"
     api = api or HfApi()
     try:
         address = api.create_repo(hub.repo_id, private=hub.private, repo_type="model", exist_ok=True)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from finetune.artifact import FileRecord, check_files, read_manifest
+from finetune.artifact import RECORD_NAME, FileRecord, check_files, read_manifest
 from finetune.data.template import stop_token_ids
 from finetune.errors import CheckpointError, ResourceError
 from finetune.export.quantization_check import check_quantization
@@ -21,7 +21,6 @@ from finetune.files import sha256_file
 from finetune.model.load import load_config, load_tokenizer, meta_model
 from finetune.model.tied import tied_parameter_names
 
-RECORD_NAME = "finetune.json"
 EDITABLE_FILES = {"README.md", ".gitattributes"}
 """Files that are meant to be changed after the export: a difference is a warning."""
 

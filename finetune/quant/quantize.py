@@ -16,10 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import finetune
-from finetune.engine.host_memory import give_back_large_memory
+from finetune.artifact import MANIFEST_NAME, RECORD_NAME, write_record
+from finetune.engine.host_memory import give_back_large_memory, keep_large_memory
 from finetune.errors import CheckpointError, RecipeError
 from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json, write_json
-from finetune.model.probe import probe_input_ids, write_probe
+from finetune.model.probe import PROBE_NAME, probe_input_ids, write_probe
 from finetune.quant.calibration import CalibrationSamples, check_length, load_calibration, notes_on
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.end_to_end import EndToEnd
@@ -47,7 +48,7 @@ WHILE_MODELS_ARE_MADE_BYTES = 2**18
 _NOT_DECIDING = {"verify", "max_shard_size", "activation_memory"}
 """Settings that leave the blocks' bytes as they are."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-_WRITTEN_ANEW = {"config.json", "README.md", "manifest.json", "verification.json", REPORT_NAME, PLOT_NAME}
+_WRITTEN_ANEW = {"config.json", "README.md", MANIFEST_NAME, RECORD_NAME, PROBE_NAME, REPORT_NAME, PLOT_NAME}
 
 
 def quantize_model(
@@ -84,7 +85,7 @@ def quantize_model(
     writer.check(decoder, schemes)
     if METHODS[settings.method].needs_calibration and settings.calibration is None:
         raise RecipeError(f"method {settings.method} needs calibration data", fix="add `calibration:`, or use `rtn`")
-    give_back_large_memory()
+    keep_large_memory()
     samples, notes = None, []
     if settings.calibration is not None:
         check_length(settings.calibration, decoder.config)
@@ -174,6 +175,7 @@ def quantize_model(
         summary["seconds"] = round(time.perf_counter() - started, 2)
         layers = describe_layers(done.layers, schemes, shapes, sizes)
         write_report(folder, {**summary, "blocks": done.blocks, "layers": layers})
+        write_record(folder, made_by="quantize", version=finetune.__version__)
     work.remove()
     return summary
 

@@ -248,9 +248,8 @@ class BlockQuantizer:
         routed = self._count_routed_tokens(block, index, stream)
         memo = None
         if self.true_sequential and not routed.modules:
-            alone = [group[0] for group in groups if len(group) == 1]
             forward = first_chunk.forward(block, index, device)
-            memo = ForwardMemo(block, alone, len(stream.hidden), lambda: list(forward))
+            memo = ForwardMemo(block, groups, len(stream.hidden), lambda: list(forward))
         for stage in stages:
             done = {name: layers[name] for name in quantized}
             with quantized_inputs(done, self.input_roundings(index, quantized)):

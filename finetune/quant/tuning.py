@@ -14,7 +14,7 @@ Shapes: B sequences, S tokens, D hidden size, V vocabulary, N positions; O, G as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,6 +72,23 @@ class _Tuned:
             self.change[name].addcdiv_(mean, corrected, value=-rate)
 
 
+class _ByChunk(Mapping[int, Tensor]):
+    """Entries of a list, each under the number of its chunk; one is read only when it is asked for."""
+
+    def __init__(self, entries: Sequence[Tensor], chunks: Sequence[int]) -> None:
+        self._entries = entries
+        self._positions = {chunk: position for position, chunk in enumerate(chunks)}
+
+    def __getitem__(self, chunk: int) -> Tensor:
+        return self._entries[self._positions[chunk]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+
 Rows = list[tuple[int, slice]]
 """Sequences of a step: chunks of the stream, and rows in each."""
 Run = Callable[[dict[str, Tensor], BlockCall, Tensor], Tensor]
@@ -94,15 +111,16 @@ class ScaleTuner:
     def tune(self, *, steps: int, seed: int, save: Callable[[int, BlockResult], None]) -> list[float]:
         """Take ``steps`` steps, then ``save`` every block; returns the loss of each step (nats a token)."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        targets = self._exact_outputs()
+        per_step = max(1, TOKENS_PER_STEP // self._inputs.hidden[0].shape[1])
+        epochs = itertools.chain.from_iterable(self._batches(per_step, seed + epoch) for epoch in itertools.count())
+        batches = list(itertools.islice(epochs, steps))
+        targets = self._exact_outputs({chunk for batch in batches for chunk, _ in batch})
         for index in range(self._num_blocks):
             self._store(index, _Tuned.untouched(self._load(index)))
-        per_step = max(1, TOKENS_PER_STEP // self._inputs.hidden[0].shape[1])
-        samples = itertools.chain.from_iterable(self._batches(per_step, seed + epoch) for epoch in itertools.count())
         losses = []
         with self._decoder.head(dtype=self._inputs.dtype) as head:
-            for number in tqdm(range(1, steps + 1), desc="tune", unit="step", disable=None):
-                losses.append(self._step(next(samples), targets, head, number=number, share=_rate(number, steps)))
+            for number, batch in enumerate(tqdm(batches, desc="tune", unit="step", disable=None), 1):
+                losses.append(self._step(batch, targets, head, number=number, share=_rate(number, steps)))
         for index in range(self._num_blocks):
             block = self._load(index)
             tuned, change = self._restore(index), {}
@@ -119,15 +137,16 @@ class ScaleTuner:
             save(index, BlockResult(tensors, quantized, block.report))
         return losses
 
-    def _exact_outputs(self) -> Sequence[Tensor]:
-        """What leaves the last unquantized block, a chunk of sequences each (B, S, D)."""
-        inputs = self._inputs
-        exact = Stream(inputs.storage("exact"), inputs.masks, inputs.calls, inputs.dtype)
-        exact.hidden.extend(inputs.hidden)
+    def _exact_outputs(self, chunks: set[int]) -> Mapping[int, Tensor]:
+        """What leaves the last unquantized block, (B, S, D) for each of ``chunks``."""
+        inputs, order = self._inputs, sorted(chunks)
+        masks, calls = [inputs.masks[chunk] for chunk in order], [inputs.calls[chunk] for chunk in order]
+        exact = Stream(inputs.storage("exact"), masks, calls, inputs.dtype)
+        exact.hidden.extend(inputs.hidden[chunk] for chunk in order)
         for index in range(self._num_blocks):
             with self._decoder.block(index, self._decoder.load_block(index), dtype=exact.dtype) as block:
                 exact.advance(block, index, self._decoder.device)
-        return exact.hidden
+        return _ByChunk(exact.hidden, order)
 
     def _batches(self, per_step: int, seed: int) -> Iterator[Rows]:
         """Each step's sequences as (chunk, rows in it): chunks in an order drawn from ``seed``, each cut to steps."""
@@ -146,7 +165,7 @@ class ScaleTuner:
     def _step(
         self,
         step: Rows,
-        targets: Sequence[Tensor],
+        targets: Mapping[int, Tensor],
         head: Callable[[Tensor], Tensor],
         *,
         number: int,
@@ -183,7 +202,7 @@ class ScaleTuner:
         self,
         hidden: list[Tensor],
         step: Rows,
-        targets: Sequence[Tensor],
+        targets: Mapping[int, Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> tuple[float, list[Tensor]]:
         """The mean KL over the step's tokens, and its gradients with respect to ``hidden``."""
