@@ -129,17 +129,17 @@ def _descend(weight_IO: Tensor, codes_IO: Tensor, scale_IO: Tensor, hessian_II: 
     matrix product a block outside it. ``hessian_II`` is the damped one.
     """
     slope_IO = hessian_II @ (weight_IO - codes_IO * scale_IO)
+    per_code_IO = 1 / (hessian_II.diagonal()[:, None] * scale_IO)
     num_inputs = len(weight_IO)
     for start in range(0, num_inputs, COLUMN_BLOCK):
         end = min(start + COLUMN_BLOCK, num_inputs)
         change_BO = torch.empty_like(slope_IO[start:end])
         for index in range(start, end):
-            scale_O = scale_IO[index]
-            step_O = slope_IO[index] / (hessian_II[index, index] * scale_O)
-            code_O = nearest_codes_(codes_IO[index] + step_O, weights)
-            change_O = (code_O - codes_IO[index]) * scale_O
-            codes_IO[index] = code_O
-            change_BO[index - start] = change_O
+            before_O, change_O = codes_IO[index], change_BO[index - start]
+            code_O = nearest_codes_(torch.addcmul(before_O, slope_IO[index], per_code_IO[index]), weights)
+            torch.sub(code_O, before_O, out=change_O)
+            change_O.mul_(scale_IO[index])
+            before_O.copy_(code_O)
             slope_IO[start:end].addr_(hessian_II[start:end, index], change_O, alpha=-1)
         slope_IO[:start].addmm_(hessian_II[:start, start:end], change_BO, alpha=-1)
         slope_IO[end:].addmm_(hessian_II[end:, start:end], change_BO, alpha=-1)
