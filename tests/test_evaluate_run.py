@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from finetune.errors import CheckpointError, QualityGateError, RecipeError
 from finetune.evaluate.gate import check_gate
-from finetune.evaluate.perplexity import perplexity
+from finetune.evaluate.perplexity import perplexity, to_perplexity
 from finetune.evaluate.run import Figures, evaluate_models, shared_window
 from finetune.evaluate.settings import EvaluateSettings
 from finetune.evaluate.table import format_table
@@ -172,6 +172,13 @@ def test_the_table_is_aligned_and_leaves_absent_figures_blank() -> None:
     assert lines[3].split() == ["sft", "10.000", "62.0%"]
     assert lines[4].split() == ["int4", "10.400", "1.0400", "0.03100", "59.0%"]
     assert len({len(line) for line in lines}) == 1
+
+
+def test_a_hopeless_model_does_not_fill_the_table_with_digits() -> None:
+    hopeless: Figures = {"perplexity": to_perplexity(1000.0), "perplexity_ratio": 49152.1234, "kl": 10.8}
+    results = {"random": hopeless, "lost": {"perplexity": float("nan")}, "poor": {"perplexity": 49152.123456}}
+    lines = [line.split() for line in format_table(results).splitlines()[2:]]
+    assert lines == [["random", "8.22e+307", "49,152", "10.80000"], ["lost", "nan"], ["poor", "49,152"]]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ FLOORS = {
     "artifact": 0.2,
     "processes": 0.2,
     "files": 0.1,
+    "text_table": 0.1,
     "errors": 0,
 }
 

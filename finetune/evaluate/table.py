@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from finetune.text_table import aligned, figure
+
 COLUMNS = {
-    "perplexity": ("perplexity", "{:.3f}"),
-    "perplexity_ratio": ("ratio", "{:.4f}"),
-    "kl": ("KL (nats/token)", "{:.5f}"),
-    "top1_agreement": ("top-1 agreement", "{:.2%}"),
-    "exact_match": ("exact match", "{:.1%}"),
-    "size_bytes": ("size (MB)", "{:.1f}"),
+    "perplexity": ("perplexity", ".3f"),
+    "perplexity_ratio": ("ratio", ".4f"),
+    "kl": ("KL (nats/token)", ".5f"),
+    "top1_agreement": ("top-1 agreement", ".2%"),
+    "exact_match": ("exact match", ".1%"),
+    "size_bytes": ("size (MB)", ".1f"),
 }
 """What is shown of ``evaluate_models``'s figures: heading and format."""
 
@@ -24,18 +26,11 @@ def table_rows(results: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
         for key in shown:
             value = figures.get(key)
             scaled = value / 1e6 if key == "size_bytes" and value is not None else value
-            cells.append("" if scaled is None else COLUMNS[key][1].format(scaled))
+            cells.append("" if scaled is None else figure(scaled, COLUMNS[key][1]))
         rows.append([name, *cells])
     return rows
 
 
 def format_table(results: Mapping[str, Mapping[str, float]]) -> str:
     """Plain text, one line a model, numbers aligned to the right."""
-    rows = table_rows(results)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return aligned(table_rows(results))
