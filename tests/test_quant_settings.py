@@ -55,6 +55,29 @@ def test_what_cannot_work_is_refused_with_the_reason(values: dict[str, Any], tol
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "num_tokens", "steps"),
+    [
+        ({}, 128 * 512, 16),
+        ({"method": "best"}, 128 * 512, 64),
+        ({"method": "best"}, 32 * 512, 16),  # each sample twice
+        ({}, 16 * 64, 1),
+        ({"method": "learned"}, 128 * 512, 0),
+        ({"scheme": "w8a16"}, 128 * 512, 0),
+        ({"scheme": "w8a8"}, 128 * 512, 0),
+        ({"scheme": "w8a16", "overrides": [{"layers": ["down_proj"], "scheme": "w4a16"}]}, 128 * 512, 16),
+        ({"scheme": "w2a16"}, 128 * 512, 16),
+        ({"scheme": "w8a16", "tuning_steps": 5}, 16 * 64, 5),
+        ({"tuning_steps": 0}, 128 * 512, 0),
+    ],
+)
+def test_tuning_takes_no_more_steps_than_the_text_is_good_for(
+    values: dict[str, Any], num_tokens: int, steps: int
+) -> None:
+    assert parsed(calibration=CALIBRATION, **values).num_tuning_steps(num_tokens) == steps
+    assert parsed(calibration=CALIBRATION, **values).resolved()["tuning_steps"] == values.get("tuning_steps")
+
+
 def test_settings_and_schemes_are_read_without_torch() -> None:
     code = (
         "import sys; import finetune.quant.settings as quant; quant.QuantizeSettings(method='rtn');"
@@ -70,6 +93,11 @@ def test_settings_and_schemes_are_read_without_torch() -> None:
         ("down_proj", "model.layers.3.mlp.down_proj", True),
         ("own_proj", "model.layers.3.mlp.down_proj", False),
         ("mlp.down_proj", "model.layers.3.mlp.down_proj", False),
+        ("mlp", "model.layers.3.mlp.down_proj", True),
+        ("lp", "model.layers.3.mlp.down_proj", False),
+        ("mlp", "model.layers.3.mlp2.down_proj", False),
+        ("3", "model.layers.3.mlp.down_proj", False),
+        ("layers.3", "model.layers.3.mlp.down_proj", False),
         ("model.layers.1", "model.layers.1.mlp.down_proj", True),
         ("model.layers.1", "model.layers.10.mlp.down_proj", False),
         ("model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj", True),
@@ -117,6 +145,36 @@ def test_overrides_name_layers_exactly_and_the_last_one_counts(decoders: dict[st
     assert found["model.layers.1.mlp.down_proj"] == ("w4a16", 16)
     assert found["model.layers.10.mlp.up_proj"] == found["model.layers.0.self_attn.q_proj"] == ("w4a16", 32)
     assert list(found.values()).count(("w8a16", None)) == 6
+
+
+def test_a_modules_last_part_names_it_in_every_block(decoders: dict[str, StreamedDecoder]) -> None:
+    kept = layer_schemes(decoders["tied"], rtn(ignore=["lm_head", "mlp"]))
+    assert len(kept) == 11 * 4
+    assert not any(".mlp." in name for name in kept)
+    overrides = [{"layers": ["self_attn"], "scheme": "w8a16"}]
+    schemes = layer_schemes(decoders["tied"], rtn(overrides=overrides))
+    assert {name for name, scheme in schemes.items() if scheme.name == "w8a16"} == {
+        name for name in schemes if ".self_attn." in name
+    }
+    with pytest.raises(RecipeError, match="did you mean `mlp`"):
+        layer_schemes(decoders["tied"], rtn(ignore=["lm_head", "mpl"]))
+
+
+@pytest.mark.parametrize(
+    ("layers", "ignore", "told"),
+    [
+        (["lm_head"], ["lm_head"], "only layers inside the decoder's blocks are quantized"),
+        (["lm_head", "down_proj"], ["lm_head"], "`overrides.layers: lm_head` names nothing that is quantized"),
+        (["model.layers.1.*"], ["lm_head", "model.layers.1"], "take it out of `ignore`"),
+        (["down_proj"], ["lm_head", "mlp"], "model.layers.0.mlp.down_proj"),
+    ],
+)
+def test_an_override_that_would_do_nothing_is_refused(
+    decoders: dict[str, StreamedDecoder], layers: list[str], ignore: list[str], told: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        layer_schemes(decoders["untied"], rtn(ignore=ignore, overrides=[{"layers": layers, "scheme": "w8a16"}]))
+    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("layers", [["k_proj"], ["model.layers.0.mlp.gate_proj"]])

@@ -25,14 +25,23 @@ def linear_names(model: nn.Module) -> dict[str, nn.Linear]:
 def matches(entry: str, name: str) -> bool:
     """Does an ``ignore`` entry name the layer ``name``? Names are compared part by part: layer 1 isn't layer 10.
 
-    An entry is a layer's full name, its last part, the name of a module around it, a glob, or ``re:`` and a pattern
-    that must match the whole name.
+    An entry is the full name of a layer or of a module around it; the last part of such a name (``mlp``: in every
+    block), a number apart; a glob; or ``re:`` and a pattern that must match the whole name.
     """
     if entry.startswith("re:"):
         return re.fullmatch(entry.removeprefix("re:"), name) is not None
     if any(character in entry for character in "*?["):
         return fnmatch.fnmatchcase(name, entry)
-    return name == entry or (name.endswith("." + entry) and "." not in entry) or name.startswith(entry + ".")
+    if name == entry or name.startswith(entry + "."):
+        return True
+    return entry in name.split(".") and not entry.isdecimal()
+
+
+def some(names: Iterable[str], most: int = 4) -> str:
+    """The first few of ``names`` and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
 
 
 def named_layers(
@@ -57,8 +66,8 @@ def named_layers(
         except re.error as cause:
             raise RecipeError(f"`{key}: {entry}` isn't a valid pattern: {cause}", fix="correct the pattern") from cause
         if not hits:
-            last_parts = {name.rpartition(".")[2] for name in names}
-            candidates = [*last_parts, *names] if "." in entry else last_parts
+            parts = {part for name in names for part in name.split(".") if not part.isdecimal()}
+            candidates = [*parts, *names] if "." in entry else parts
             raise RecipeError(f"`{key}: {entry}` names no Linear layer", fix=did_you_mean(entry, candidates))
         found |= hits
     return found
@@ -68,8 +77,9 @@ def layer_schemes(decoder: StreamedDecoder, settings: QuantizeSettings) -> dict[
     """The scheme of each layer to quantize by its full name, in the model's order.
 
     Everything a user can have got wrong about layers is found here. Raises RecipeError for an entry of ``ignore`` or
-    ``overrides`` that matches nothing, for a head that would be quantized, for layers of one kernel with different
-    schemes, for layers whose size the group doesn't divide, and where no layer is left.
+    ``overrides`` that matches nothing, for one of ``overrides`` that matches only what isn't quantized, for a head that
+    would be quantized, for layers of one kernel with different schemes, for layers whose size the group doesn't divide,
+    and where no layer is left.
     """
     linears = linear_names(decoder.model)
     head_module = decoder.model.get_output_embeddings()
@@ -109,6 +119,16 @@ def layer_schemes(decoder: StreamedDecoder, settings: QuantizeSettings) -> dict[
                 f"`overrides.layers` names {routed[0]}, which chooses experts: such layers are never quantized",
                 fix="name the other layers alone",
             )
+        for entry in override.layers:
+            matched = named_layers(decoder.model, [entry], head=head, key="overrides.layers")
+            if matched.isdisjoint(targets):
+                in_blocks = any(name.startswith(prefix) for name in matched)
+                raise RecipeError(
+                    f"`overrides.layers: {entry}` names nothing that is quantized, but {some(sorted(matched))}",
+                    fix="take it out of `ignore`, or out of the override"
+                    if in_blocks
+                    else "leave it out: only layers inside the decoder's blocks are quantized",
+                )
         schemes.update({name: override.quant_scheme for name in targets if name in named})
     _check_fused(schemes, ignored)
     for scheme in dict.fromkeys(schemes.values()):
@@ -207,10 +227,9 @@ def _check_group_size(in_features: dict[str, int], scheme: QuantScheme) -> None:
         for size in (16, 32, 64, 128, 256)
         if size % per_word == 0 and all(in_size % size == 0 for in_size in in_features.values())
     ]
-    shown = [f"{name} ({size} inputs)" for name, size in list(unfit.items())[:4]]
-    more = f" and {len(unfit) - 4} more" if len(unfit) > 4 else ""
+    shown = some(f"{name} ({size} inputs)" for name, size in unfit.items())
     sizes = f"group_size {', '.join(map(str, fitting))} fits every layer" if fitting else "group_size: null fits"
     raise RecipeError(
-        f"group_size {group_size} doesn't divide the inputs of {', '.join(shown)}{more}",
+        f"group_size {group_size} doesn't divide the inputs of {shown}",
         fix=f"{sizes}; or put these layers in `ignore`",
     )

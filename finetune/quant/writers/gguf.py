@@ -24,7 +24,7 @@ from finetune.model.load import load_tokenizer
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.gguf_blocks import BLOCK_SIZE, from_blocks, to_blocks, type_name
 from finetune.quant.gguf_tokenizer import GgufTokenizer, describe_tokenizer
-from finetune.quant.layers import linear_names
+from finetune.quant.layers import linear_names, some
 from finetune.quant.methods import QuantizedWeight
 from finetune.quant.q4_k import SUPERBLOCK
 from finetune.quant.scheme import QuantScheme
@@ -100,6 +100,7 @@ class GgufWriter:
                 fix="choose another `format`: compressed-tensors",
             )
         linears = linear_names(decoder.model)
+        unfit: list[str] = []
         for name, scheme in schemes.items():
             kind = type_name(scheme)
             if kind is None:
@@ -109,12 +110,14 @@ class GgufWriter:
                     f"GGUF holds no {scheme.name} with {shown}",
                     fix=f"set `group_size: {BLOCK_SIZE}` and `symmetric: true` for w4a16 or w8a16, or `scheme: q4_k`",
                 )
-            size = linears[name].in_features
-            if kind == "Q4_K" and size % SUPERBLOCK:
-                raise RecipeError(
-                    f"{name} has {size} inputs; q4_k needs a multiple of {SUPERBLOCK}",
-                    fix=f"choose `scheme: w4a16` with `format: gguf`, or put {name} in `ignore`",
-                )
+            if kind == "Q4_K" and linears[name].in_features % SUPERBLOCK:
+                unfit.append(f"{name} ({linears[name].in_features} inputs)")
+        if unfit:
+            others = ", or put these layers in `ignore`" if len(unfit) < len(schemes) else ""
+            raise RecipeError(
+                f"q4_k needs inputs that are a multiple of {SUPERBLOCK}, unlike those of {some(unfit)}",
+                fix=f"choose `scheme: w4a16` with `format: gguf`{others}",
+            )
         describe_tokenizer(load_tokenizer(decoder.folder), vocab_size=decoder.config.vocab_size)
         for name in decoder.model.state_dict():
             if name not in decoder.aliases:
