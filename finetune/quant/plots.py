@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from finetune.text_table import figure as digits
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 """Told apart with any colour vision (Okabe and Ito, 2008); markers tell them apart in grey, too."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GREY = "#555555"
+BEATEN_ALPHA = 0.35
+TITLE_POINTS = 11.5
 
 
 def plot_report(report: Mapping[str, Any], path: Path) -> None:
+    """Draw ``report_figure`` as PNG."""
+    _save(report_figure(report), path)
+
+
+def report_figure(report: Mapping[str, Any]) -> Any:
     """Each layer's error by its kind, and the hidden states' error, through the depth; the model's figures above."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     measured = bool(report["blocks"])
     figure = Figure(figsize=(9.5, 7.2 if measured else 4.8), dpi=110, layout="constrained")
-    figure.suptitle(_title(report), x=0.01, ha="left", fontsize=12.5, linespacing=1.5)
+    _headline(figure, _title(report))
     axes = figure.subplots(2 if measured else 1, 1, sharex=True, squeeze=False, height_ratios=[3, 2][: 1 + measured])
     upper = axes[0][0]
     for index, (kind, points) in enumerate(errors_by_kind(report["layers"]).items()):
@@ -38,27 +48,36 @@ def plot_report(report: Mapping[str, Any], path: Path) -> None:
     bottom = axes[-1][0]
     bottom.set_xlabel("block")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path, format="png", metadata={"Software": None})
+    return figure
 
 
 def plot_sweep(sweep: Mapping[str, Any], path: Path) -> None:
-    """KL and perplexity of each scheme against what its weights take; a line joins those that no other one beats."""
+    """Draw ``sweep_figure`` as PNG."""
+    _save(sweep_figure(sweep), path)
+
+
+def sweep_figure(sweep: Mapping[str, Any]) -> Any:
+    """KL and perplexity of each scheme against what its weights take.
+
+    A line joins those than which no other is as small and better; the beaten ones are pale.
+    """
     from matplotlib.figure import Figure
 
     variants: Sequence[Mapping[str, Any]] = sweep["variants"]
     figure = Figure(figsize=(10.5, 4.4), dpi=110, layout="constrained")
     text = "held-out text" if variants[0]["held_out"] else "the text calibrated on"
-    title = f"{sweep['model']}: size against quality by {sweep['method']}, measured on {text}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12.5)
+    _headline(figure, [f"{sweep['model']}: size against quality", f"by {sweep['method']}, measured on {text}"])
     left, right = figure.subplots(1, 2)
     for axes, key, heading in ((left, "kl", "KL divergence (nats a token)"), (right, "perplexity", "Perplexity")):
-        front = [(variant["output_bytes"] / 1e6, variant[key]) for variant in unbeaten(variants, key)]
-        axes.plot(*zip(*front, strict=True), color=GREY, linewidth=0.8, alpha=0.6, zorder=1)
+        front = unbeaten(variants, key)
+        points = [(variant["output_bytes"] / 1e6, variant[key]) for variant in front]
+        axes.plot(*zip(*points, strict=True), color=GREY, linewidth=1.8, zorder=1, label="best for its size")
         for index, variant in enumerate(variants):
             # Hollow, so that two of one size and quality both show.
             label = f"{variant['name']}, {variant['bits_per_weight']:.2f} bits a weight"
             style = {"linestyle": "none", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 2}
-            axes.plot(variant["output_bytes"] / 1e6, variant[key], label=label, **style, **_style(index))
+            alpha = 1.0 if variant in front else BEATEN_ALPHA
+            axes.plot(variant["output_bytes"] / 1e6, variant[key], label=label, alpha=alpha, **style, **_style(index))
         axes.set_title(heading, loc="left", fontsize=11)
         axes.set_xlabel("weights (MB)")
         axes.grid(True, alpha=0.25)
@@ -67,7 +86,7 @@ def plot_sweep(sweep: Mapping[str, Any], path: Path) -> None:
     unquantized = f"unquantized, {sweep['source_bytes'] / 1e6:,.1f} MB"
     right.axhline(variants[0]["unquantized_perplexity"], color=GREY, linestyle="--", linewidth=1, label=unquantized)
     right.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize=9)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    return figure
 
 
 def unbeaten(variants: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
@@ -94,6 +113,17 @@ def errors_by_kind(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, f
     }
 
 
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _headline(figure: Any, lines: Sequence[str]) -> None:
+    """A title above all, each line cut where the picture ends: a letter is about 0.6 of its size wide."""
+    letters = int(0.95 * 72 * figure.get_figwidth() / (0.6 * TITLE_POINTS))
+    wrapped = [part for line in lines for part in textwrap.wrap(line, letters)]
+    figure.suptitle("\n".join(wrapped), x=0.01, ha="left", fontsize=TITLE_POINTS, linespacing=1.4)
+
+
 def _style(index: int) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
 
@@ -106,21 +136,22 @@ def _dress(axes: Any, title: str, unit: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _title(report: Mapping[str, Any]) -> str:
+def _title(report: Mapping[str, Any]) -> list[str]:
     settings = report["settings"]
     group = f"groups of {settings['group_size']}" if settings["group_size"] else "one scale a channel"
     others = ", some layers otherwise" if settings["overrides"] else ""
-    first = f"{settings['scheme']} ({group}{others}), {settings['method']}, {report['format']}"
-    sizes = (
+    lines = [
+        f"{settings['scheme']} ({group}{others}), {settings['method']}, {report['format']}",
         f"{report['source_bytes'] / 1e6:,.1f} MB to {report['output_bytes'] / 1e6:,.1f} MB, "
-        f"{report['bits_per_weight']:.2f} bits a weight in {report['num_layers']} layers"
-    )
+        f"{report['bits_per_weight']:.2f} bits a weight in {report['num_layers']} layers",
+    ]
     figures = report["end_to_end"]
     if figures is None or not math.isfinite(figures["kl"]):
-        return f"{first}\n{sizes}"
+        return lines
+    before, after = (digits(figures[key], ".3f") for key in ("unquantized_perplexity", "perplexity"))
     text = "held-out text" if figures["held_out"] else "text calibrated on"
-    return (
-        f"{first}\n{sizes}\nPerplexity {figures['unquantized_perplexity']:.3f} to {figures['perplexity']:.3f} "
-        f"(x{figures['perplexity_ratio']:.4f}), KL {figures['kl']:.4f} nats a token, "
-        f"top-1 agreement {figures['top1_agreement']:.1%} on {text}"
-    )
+    return [
+        *lines,
+        f"Perplexity {before} to {after} (x{digits(figures['perplexity_ratio'], '.4f')}) on {text}",
+        f"KL {digits(figures['kl'], '.4f')} nats a token, top-1 agreement {figures['top1_agreement']:.1%}",
+    ]
