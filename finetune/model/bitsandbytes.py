@@ -21,5 +21,5 @@ def bitsandbytes_package() -> Any:
     except ImportError as cause:
         raise MissingDependencyError(
             f"nf4, fp4 and llm_int8 need the package bitsandbytes: {cause}",
-            fix="pip install 'finetune[bitsandbytes]'",
+            fix="pip install 'bitsandbytes>=0.49'",
         ) from cause

@@ -47,7 +47,7 @@ def gguf_package() -> Any:
         return importlib.import_module("gguf")
     except ImportError as cause:
         raise MissingDependencyError(
-            f"GGUF files need the package gguf: {cause}", fix="pip install 'finetune[gguf]'"
+            f"GGUF files need the package gguf: {cause}", fix="pip install 'gguf>=0.17'"
         ) from cause
 
 

@@ -27,6 +27,7 @@ from finetune.model.bitsandbytes import bitsandbytes_package
 from finetune.model.gguf import GGUF_NAME, is_gguf_folder, loading_config, read_gguf
 
 QUANTIZATION_REPORT = "quantization_report.json"
+QUANTIZATION_PLOT = "quantization_report.png"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.gguf", "*.model", "*.jinja", "*.txt", "README.md", "LICENSE*"]
 
@@ -38,11 +39,22 @@ def resolve_model(path: str | Path) -> Path:
     when the Hub can't be reached (or HF_HUB_OFFLINE forbids it) and the cache doesn't hold the model.
     """
     folder = Path(path).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise RecipeError(
+            "this is a file, a model is a folder",
+            where=path,
+            fix=f"give the folder {folder.parent}, which must hold config.json and the tokenizer too",
+        )
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise CheckpointError(
-                "this folder holds no config.json", where=folder, fix="give a Hugging Face model folder"
-            )
+            what, fix = "no config.json", "give a Hugging Face model folder"
+            if any(folder.glob("*.gguf")):
+                what = "a GGUF file and no config.json"
+                fix = (
+                    "give the Hugging Face folder that the file was made from (it may well be quantized already); to "
+                    f"evaluate the file, name it {GGUF_NAME} and put that folder's config.json and tokenizer beside it"
+                )
+            raise CheckpointError(f"this folder holds {what}", where=folder, fix=fix)
         return folder.resolve()
     if folder.exists() or str(path).startswith((".", "/", "~")) or not _HUB_ID.fullmatch(str(path)):
         raise RecipeError("there is no such model folder", where=path, fix="correct the path, or give a Hub id")

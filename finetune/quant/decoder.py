@@ -79,6 +79,13 @@ class StreamedDecoder:
         self.config = load_config(folder)
         if getattr(self.config, "quantization_config", None) is not None:
             raise RecipeError("this model is quantized already", where=folder, fix="give the model it was made from")
+        if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
+            raise RecipeError(
+                "this model is in llama.cpp's format (GGUF), most likely quantized already",
+                where=folder,
+                fix="give the model it was made from; a GGUF file of floats is unpacked by transformers: "
+                "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW_FOLDER)",
+            )
         self.source = SafetensorsSource(folder)
         self.dtype: torch.dtype = getattr(self.config, "dtype", None) or torch.float32
         # In float32, as the probe: some rotary tables are computed in the default dtype that a load sets.
