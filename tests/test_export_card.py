@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from finetune.export.model_card import CardFacts, model_card
+from finetune.export.model_card import CardFacts, model_card, quantize_stage
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -116,6 +116,59 @@ def test_training_and_quantization_are_told_without_this_machines_paths() -> Non
     assert "4-bit int weights per group of 128, symmetric (format pack-quantized)" in body
     assert "/home" not in body
     assert "peak_memory" not in body
+
+
+REPORT: dict[str, Any] = {
+    "settings": FACTS.stages[1]["settings"],
+    "format": "gptq",
+    "source_bytes": 269_060_552,
+    "output_bytes": 113_300_000,
+    "bits_per_weight": 4.25,
+    "end_to_end": {
+        "held_out": True,
+        "num_tokens": 8176,
+        "unquantized_perplexity": 15.21,
+        "perplexity": 16.4268,
+        "perplexity_ratio": 1.08,
+        "kl": 0.0912,
+        "top1_agreement": 0.875,
+    },
+}
+
+
+def test_what_quantization_cost_stands_in_a_table() -> None:
+    _, body = card(CardFacts(title="it", stages=[quantize_stage(REPORT)]))
+    assert [line for line in body.splitlines() if line.startswith("|")] == [
+        "| | Before | After |",
+        "|---|---:|---:|",
+        "| Weights (MB) | 269.1 | 113.3 |",
+        "| Bits a quantized weight |  | 4.25 |",
+        "| Perplexity | 15.210 | 16.427 |",
+        "| Perplexity ratio |  | 1.0800 |",
+        "| KL (nats/token) |  | 0.09120 |",
+        "| Top-1 agreement |  | 87.5% |",
+    ]
+    assert "Measured on 8,176 tokens of calibration text that was held out." in body
+    assert "1. **quantize**: calibrated on text.jsonl; 64 samples of 512 tokens; scheme w4a16; method gptq" in body
+    assert "stored as gptq" in body
+    used = {**REPORT, "end_to_end": {**REPORT["end_to_end"], "held_out": False}}
+    assert "of the text it was calibrated on." in card(CardFacts(title="it", stages=[quantize_stage(used)]))[1]
+    _, body = card(CardFacts(title="it", stages=[quantize_stage({**REPORT, "end_to_end": None})]))
+    assert "| Weights (MB) | 269.1 | 113.3 |" in body
+    assert "Perplexity" not in body
+
+
+def test_a_card_of_the_gptq_format_says_who_loads_it() -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True}
+    config = {**CONFIG, "quantization_config": gptq}
+    header, body = card(FACTS, config=config, repo_id="me/it")
+    assert "- Quantization: 4-bit weights per group of 64, symmetric (GPTQ format)" in body
+    assert "`vllm serve me/it`" in body
+    assert "pip install transformers optimum gptqmodel" in body
+    assert "gptq" in header["tags"]
+    _, body = card(FACTS, config={**CONFIG, "quantization_config": {**gptq, "group_size": -1, "sym": False}})
+    assert "4-bit weights per output channel, asymmetric" in body
+    assert "vllm" not in card(FACTS)[1]
 
 
 def test_nothing_is_invented_where_nothing_is_known() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,13 @@ from tests.tiny import tiny_llama, tiny_tokenizer
 from tests.tiny_quantized import tiny_quantized
 
 CARD = CardFacts(title="Tiny")
+REPORT: dict[str, Any] = {
+    "settings": {"scheme": "w4a16", "calibration": {"data": [{"path": "/home/someone/secret/rows.jsonl"}]}},
+    "format": "compressed-tensors",
+    "source_bytes": 4_000_000,
+    "output_bytes": 1_000_000,
+    "carried_over": [],
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "_name_or_path": "/home/someone/secret"}))
     (folder / "manifest.json.bak").write_text("{}")
-    (folder / "quantization_report.json").write_text("{}")
+    (folder / "quantization_report.json").write_text(json.dumps(REPORT))
+    (folder / "quantization_report.png").write_bytes(b"\x89PNG")
     (folder / "optimizer.pt").write_bytes(b"")
     (folder / "LICENSE").write_text("Use it well.")
     return folder
@@ -55,16 +64,48 @@ def test_the_folder_holds_what_a_model_needs_and_nothing_else(exported: Path) ->
         "finetune.json",
         "generation_config.json",
         "model.safetensors",
+        "quantization_report.json",
+        "quantization_report.png",
         "tokenizer.json",
         "tokenizer_config.json",
         "verification.json",
     ]
-    assert "secret" not in (exported / "config.json").read_text()
+    for path in exported.iterdir():
+        assert b"secret" not in path.read_bytes(), path
     record = json.loads((exported / "finetune.json").read_text())
     assert sorted(record["files"]) == sorted(p.name for p in exported.iterdir() if p.name != "finetune.json")
     for name, entry in record["files"].items():
         content = (exported / name).read_bytes()
         assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_the_report_goes_along_and_into_the_card(exported: Path, model: Path, tmp_path: Path) -> None:
+    report = json.loads((exported / "quantization_report.json").read_text())
+    assert report == {**REPORT, "settings": {**REPORT["settings"], "calibration": {"data": [{"path": "rows.jsonl"}]}}}
+    card = (exported / "README.md").read_text()
+    assert "| Weights (MB) | 4.0 | 1.0 |" in card
+    assert "1. **quantize**: calibrated on rows.jsonl; scheme w4a16" in card
+    # Stages of a recipe tell it themselves; a report that can't be read is left behind.
+    stages = [{"name": "int4", "kind": "quantize", "settings": {}, "metrics": {}}]
+    out = export_model(model, out=tmp_path / "staged", card=CardFacts(title="T", stages=stages), verify=False)
+    assert "1. **int4** (quantize)" in (out / "README.md").read_text()
+    assert "**quantize**" not in (out / "README.md").read_text()
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    (damaged / "quantization_report.json").write_text('{"settings": {"calibration": {"data": [3]}}}')
+    out = export_model(damaged, out=tmp_path / "out", card=CARD, verify=False)
+    assert not (out / "quantization_report.json").exists()
+
+
+def test_tensors_that_quantization_carried_over_stay_known_in_the_export(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_llama(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "extra.weight": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "quantization_report.json").write_text(json.dumps({"carried_over": ["extra.weight"]}))
+    out = export_model(folder, out=tmp_path / "out", card=CARD, verify=False)
+    load_model(out, dtype=torch.float32, device="cpu")
 
 
 def test_plain_generate_stops_on_the_templates_terminator(exported: Path) -> None:
@@ -111,8 +152,6 @@ def test_an_earlier_export_is_replaced_and_nothing_else(model: Path, exported: P
 
 
 def test_a_model_that_fails_verification_is_not_published(model: Path, tmp_path: Path) -> None:
-    import shutil
-
     damaged, out = tmp_path / "damaged", tmp_path / "out"
     shutil.copytree(model, damaged)
     config = json.loads((damaged / "config.json").read_text())

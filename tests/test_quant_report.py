@@ -196,12 +196,3 @@ def test_limits_name_each_figure_that_does_not_hold() -> None:
         check_limits(figures, {"kl": 0.1, "perplexity_ratio": 2.0}, where="out")
     assert "kl is 0.2" in str(caught.value)
     assert "perplexity_ratio is nan" in str(caught.value)
-
-
-def test_the_model_card_tells_the_figures() -> None:
-    from finetune.export.model_card import CardFacts, model_card
-
-    figures = {"held_out": True, "perplexity_ratio": 1.08, "kl": 0.0912, "top1_agreement": 0.875}
-    stage = {"name": "int4", "kind": "quantize", "settings": {}, "metrics": {"end_to_end": figures}}
-    card = model_card(CardFacts(title="it", stages=[stage]), config={}, has_chat_template=False, repo_id=None)
-    assert "text held out: perplexity ratio 1.0800, KL 0.0912 nats/token, top-1 agreement 87.5%" in card

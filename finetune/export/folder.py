@@ -1,23 +1,24 @@
-"""Write a folder ready for the Hub: weights, configuration, tokenizer, generation settings, model card, no more."""
+"""Write a folder ready for the Hub: weights, configuration, tokenizer, generation settings, model card, and what
+quantization cost; no more."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune import __version__
-from finetune.artifact import record_files
+from finetune.artifact import record_made_by, write_record
 from finetune.data.template import stop_token_ids
 from finetune.errors import CheckpointError, RecipeError
-from finetune.export.model_card import GGUF_QUANTIZATION, CardFacts, model_card
-from finetune.export.verify import RECORD_NAME, generation_stops, read_config, verify_folder
+from finetune.export.model_card import GGUF_QUANTIZATION, CardFacts, model_card, quantize_stage
+from finetune.export.verify import generation_stops, read_config, verify_folder
 from finetune.export.weights import weight_files
 from finetune.files import published_folder, require_free_bytes, write_json, write_text
 from finetune.model.gguf import is_gguf_folder
-from finetune.model.load import load_tokenizer
+from finetune.model.load import QUANTIZATION_PLOT, QUANTIZATION_REPORT, load_tokenizer
 from finetune.model.probe import PROBE_NAME
 
 TOKENIZER_FILES = (
@@ -38,7 +39,6 @@ TOKENIZER_FILES = (
 TEMPLATE_FOLDER = "additional_chat_templates"
 LICENSE_PATTERNS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 """Licences ask that they travel with the model."""
-RECORD_FORMAT = 1
 
 
 def export_model(
@@ -47,9 +47,9 @@ def export_model(
     """Copy a model folder to ``out``, ready for the Hub, verified in a fresh process before it appears there.
 
     generation_config.json is completed so that plain ``generate`` stops on the chat template's turn terminator and has
-    a pad token. ``finetune.json`` holds size and sha256 of each file. Files are copied, not linked: a later change in
-    ``out`` must not reach the stage that made the model. ``out`` may hold an earlier export, which is replaced at the
-    end.
+    a pad token. The report of a quantization goes along, and into the card. ``finetune.json`` holds size and sha256 of
+    each file. Files are copied, not linked: a later change in ``out`` must not reach the stage that made the model.
+    ``out`` may hold an earlier export, which is replaced at the end.
 
     Raises RecipeError for an ``out`` that holds anything else, CheckpointError for a model that is damaged or doesn't
     load, ResourceError when the disk is too full.
@@ -65,6 +65,10 @@ def export_model(
     with published_folder(out) as folder:
         for name in [*weights, *_small_files(model_folder)]:
             shutil.copyfile(model_folder / name, folder / name)
+        report = quantization_report(model_folder)
+        if report is not None:
+            write_json(folder / QUANTIZATION_REPORT, report)
+            card = _with_quantization(card, report)
         if (model_folder / TEMPLATE_FOLDER).is_dir():
             shutil.copytree(model_folder / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)
         write_json(folder / "config.json", config)
@@ -72,15 +76,7 @@ def export_model(
         described = {**config, "quantization_config": GGUF_QUANTIZATION} if is_gguf_folder(folder) else config
         text = model_card(card, config=described, has_chat_template=bool(tokenizer.chat_template), repo_id=repo_id)
         write_text(folder / "README.md", text)
-        record = {
-            "format": RECORD_FORMAT,
-            "finetune_version": __version__,
-            "files": {
-                name: {"size": entry["size"], "sha256": entry["sha256"]}
-                for name, entry in ((name, asdict(record)) for name, record in record_files(folder).items())
-            },
-        }
-        write_json(folder / RECORD_NAME, record)
+        write_record(folder, made_by="export", version=__version__)
         if verify:
             _verify_copy(folder, model_folder)
     return out
@@ -100,18 +96,37 @@ def _require_free_place(model_folder: Path, out: Path) -> None:
         raise RecipeError("the export would replace the model it is made from", where=out, fix="name another folder")
     if not out.exists():
         return
-    if not out.is_dir() or (any(out.iterdir()) and not (out / RECORD_NAME).is_file()):
+    if not out.is_dir() or (any(out.iterdir()) and record_made_by(out) != "export"):
         raise RecipeError(
             "this exists and isn't an earlier export, so it isn't replaced", where=out, fix="name a new or empty folder"
         )
 
 
 def _small_files(folder: Path) -> list[str]:
-    """Tokenizer, template, probe and licence files that the folder has."""
-    names = [name for name in (*TOKENIZER_FILES, PROBE_NAME) if (folder / name).is_file()]
+    """Tokenizer, template, probe and licence files that the folder has, and the picture of its quantization."""
+    names = [name for name in (*TOKENIZER_FILES, PROBE_NAME, QUANTIZATION_PLOT) if (folder / name).is_file()]
     for pattern in LICENSE_PATTERNS:
         names += sorted(path.name for path in folder.glob(pattern) if path.is_file())
     return names
+
+
+def quantization_report(folder: Path) -> dict[str, Any] | None:
+    """What ``quantize`` has left in a folder, data files by their names alone; None where nothing can be read."""
+    try:
+        report: dict[str, Any] = json.loads((folder / QUANTIZATION_REPORT).read_text(encoding="utf-8"))
+        calibration = (report.get("settings") or {}).get("calibration") or {}
+        for source in calibration.get("data") or []:
+            source["path"] = Path(source["path"]).name
+        return report
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _with_quantization(card: CardFacts, report: dict[str, Any]) -> CardFacts:
+    """The facts with the quantization that made this folder, where no stage of a recipe tells of it."""
+    if "settings" not in report or any(stage.get("kind") == "quantize" for stage in card.stages):
+        return card
+    return replace(card, stages=[*card.stages, quantize_stage(report)])
 
 
 def _generation_config(folder: Path, tokenizer: Any) -> dict[str, Any]:

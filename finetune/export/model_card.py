@@ -10,15 +10,17 @@ from typing import Any
 
 import yaml
 
+from finetune.text_table import figure
+
 TRAINING_KINDS = ("pretrain", "sft", "dpo")
 
 FIGURES = {
-    "perplexity": ("Perplexity", "{:.3f}"),
-    "perplexity_ratio": ("Ratio to reference", "{:.4f}"),
-    "kl": ("KL to reference (nats/token)", "{:.5f}"),
-    "top1_agreement": ("Top-1 agreement", "{:.2%}"),
-    "exact_match": ("Exact match", "{:.1%}"),
-    "size_bytes": ("Weights (MB)", "{:.1f}"),
+    "perplexity": ("Perplexity", ".3f"),
+    "perplexity_ratio": ("Ratio to reference", ".4f"),
+    "kl": ("KL to reference (nats/token)", ".5f"),
+    "top1_agreement": ("Top-1 agreement", ".2%"),
+    "exact_match": ("Exact match", ".1%"),
+    "size_bytes": ("Weights (MB)", ".1f"),
 }
 TRAINING_SETTINGS = (
     "max_seq_length",
@@ -70,6 +72,7 @@ def model_card(facts: CardFacts, *, config: Mapping[str, Any], has_chat_template
         f"# {facts.title}",
         _about(facts, config),
         _evaluation(facts),
+        _quantization_cost(facts),
         _usage(repo_id or "PATH_OF_THIS_FOLDER", config, has_chat_template),
         _recipe(facts),
     ]
@@ -124,6 +127,12 @@ def _about(facts: CardFacts, config: Mapping[str, Any]) -> str:
             lines.append(f"- Quantization: {kind} (bitsandbytes)")
             if quantization.get("llm_int8_skip_modules"):
                 lines.append(f"- Not quantized: {_shorten(quantization['llm_int8_skip_modules'])}")
+        elif method == "gptq":
+            size = quantization.get("group_size", -1)
+            group = "output channel" if size == -1 else f"group of {size}"
+            symmetric = "symmetric" if quantization.get("sym") else "asymmetric"
+            bits = quantization.get("bits")
+            lines.append(f"- Quantization: {bits}-bit weights per {group}, {symmetric} (GPTQ format)")
         elif method == "gguf":
             lines.append(f"- Quantization: in the blocks of `{quantization['gguf_file']}`")
         for group in quantization.get("config_groups", {}).values():
@@ -160,7 +169,7 @@ def _evaluation(facts: CardFacts) -> str:
         for key in shown:
             value = figures.get(key)
             scaled = value / 1e6 if value is not None and key == "size_bytes" else value
-            cells.append("" if scaled is None else FIGURES[key][1].format(scaled))
+            cells.append("" if scaled is None else figure(scaled, FIGURES[key][1]))
         label = f"**{_cell(name)} (this model)**" if name == facts.evaluated_as else _cell(name)
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     notes = _evaluation_notes(facts)
@@ -187,13 +196,51 @@ def _evaluation_notes(facts: CardFacts) -> str:
     return " ".join(notes)
 
 
+def quantize_stage(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``quantization_report.json`` says of a model, as one of ``CardFacts.stages``."""
+    return {"name": "quantize", "kind": "quantize", "settings": report["settings"], "metrics": report}
+
+
+def _quantization_cost(facts: CardFacts) -> str:
+    """Size and figures before and after the last quantization, as its report has them."""
+    stage = next((stage for stage in reversed(facts.stages) if stage.get("kind") == "quantize"), None)
+    report = (stage or {}).get("metrics") or {}
+    figures = report.get("end_to_end") or {}
+    rows = []
+    for key, shown, (before, after) in (
+        ("Weights (MB)", ".1f", (report.get("source_bytes"), report.get("output_bytes"))),
+        ("Bits a quantized weight", ".2f", (None, report.get("bits_per_weight"))),
+        ("Perplexity", ".3f", (figures.get("unquantized_perplexity"), figures.get("perplexity"))),
+        ("Perplexity ratio", ".4f", (None, figures.get("perplexity_ratio"))),
+        ("KL (nats/token)", ".5f", (None, figures.get("kl"))),
+        ("Top-1 agreement", ".1%", (None, figures.get("top1_agreement"))),
+    ):
+        if after is not None:
+            scale = 1e6 if shown == ".1f" else 1
+            cells = ["" if value is None else figure(value / scale, shown) for value in (before, after)]
+            rows.append(f"| {key} | {cells[0]} | {cells[1]} |")
+    if not rows:
+        return ""
+    table = "\n".join(["## What quantization cost", "", "| | Before | After |", "|---|---:|---:|", *rows])
+    if not figures:
+        return table
+    text = "calibration text that was held out" if figures.get("held_out") else "the text it was calibrated on"
+    count = f"{figures['num_tokens']:,} tokens of " if "num_tokens" in figures else ""
+    return f"{table}\n\nMeasured on {count}{text}."
+
+
 def _usage(name: str, config: Mapping[str, Any], has_chat_template: bool) -> str:
     method = _quantization_method(config)
     needs = "pip install transformers" + (f" {METHOD_PACKAGES.get(method, method)}" if method else "")
-    options = llama_cpp = ""
+    options = before = ""
+    if method == "gptq":
+        before = (
+            f"vLLM and SGLang load the GPTQ format as it is: `vllm serve {name}`. transformers needs the packages "
+            "below; `finetune generate` and `finetune evaluate` unpack the weights into floats and need none.\n\n"
+        )
     if method == "gguf":
         file = config["quantization_config"]["gguf_file"]
-        llama_cpp = f"With llama.cpp: `llama-cli -m {file}`. With transformers, which unpacks it into floats:\n\n"
+        before = f"With llama.cpp: `llama-cli -m {file}`. With transformers, which unpacks it into floats:\n\n"
         options = f', gguf_file="{file}"'
     if has_chat_template:
         prepare = (
@@ -205,7 +252,7 @@ def _usage(name: str, config: Mapping[str, Any], has_chat_template: bool) -> str
     else:
         prepare = 'inputs = tokenizer("...", return_tensors="pt")'
     return (
-        f"## Use\n\n{llama_cpp}```sh\n{needs}\n```\n\n```python\n"
+        f"## Use\n\n{before}```sh\n{needs}\n```\n\n```python\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'name = "{name}"\n'
         "tokenizer = AutoTokenizer.from_pretrained(name)\n"
@@ -240,13 +287,8 @@ def _stage_details(kind: str, settings: Mapping[str, Any], metrics: Mapping[str,
         details.append(f"{calibration['num_samples']} samples of {calibration['max_seq_length']} tokens")
     keys = QUANTIZATION_SETTINGS if kind == "quantize" else TRAINING_SETTINGS if kind in TRAINING_KINDS else ()
     details += [f"{key} {_shorten(settings[key])}" for key in keys if settings.get(key) is not None]
-    figures = metrics.get("end_to_end") if kind == "quantize" else None
-    if figures:
-        text = "calibration text held out" if figures["held_out"] else "the calibration text"
-        details.append(
-            f"on {text}: perplexity ratio {figures['perplexity_ratio']:.4f}, KL {figures['kl']:.4f} nats/token, "
-            f"top-1 agreement {figures['top1_agreement']:.1%}"
-        )
+    if kind == "quantize" and metrics.get("format"):
+        details.append(f"stored as {metrics['format']}")
     if kind in TRAINING_KINDS:
         for key, value in metrics.items():
             if isinstance(value, int | float) and not isinstance(value, bool) and re.search(r"loss|num_steps", key):
