@@ -95,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     consolidate.add_argument(
         "--model", metavar="FOLDER", help="configuration and tokenizer, where the checkpoint has none (a Hub id, too)"
     )
+    consolidate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_out(consolidate)
 
     evaluate = add("evaluate", "Measure perplexity, KL to a reference and exact match of a model.")
@@ -135,7 +136,9 @@ def _add_quantize(quantize: argparse.ArgumentParser) -> None:
 
     _add_model(quantize)
     what = quantize.add_mutually_exclusive_group(required=True)
-    what.add_argument("--scheme", help=plain(schemes_help()))
+    what.add_argument(
+        "--scheme", metavar="SCHEME[:N]", help=plain(f"{schemes_help()}; w4a16:64: with this --group-size")
+    )
     what.add_argument(
         "--sweep",
         metavar="SCHEMES",
@@ -155,7 +158,11 @@ def _add_quantize(quantize: argparse.ArgumentParser) -> None:
         help="store some layers otherwise: --override 'down_proj,*.layers.0.*=w8a16'; the last one that matches counts",
     )
     quantize.add_argument(
-        "--ignore", action="append", default=[], metavar="NAME", help="a layer to keep as it is, besides lm_head"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="layers or modules to keep as they are, besides lm_head: --ignore 'o_proj,*.layers.0.*'",
     )
     quantize.add_argument("--calibration", metavar="FILE", help="text or conversations to calibrate and measure on")
     quantize.add_argument("--calibration-format", metavar="FORMAT", help="its row format, where its columns don't tell")
@@ -176,6 +183,7 @@ def _add_quantize(quantize: argparse.ArgumentParser) -> None:
         "--max-perplexity-ratio", type=float, metavar="X", help="end with 8 where perplexity grows by more than this"
     )
     quantize.add_argument("--no-verify", action="store_true", help="don't load the result in a fresh process")
+    quantize.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     quantize.add_argument("--seed", type=int, default=17, help="decides the order of the calibration text (17)")
     _add_out(quantize)
 

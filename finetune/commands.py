@@ -114,13 +114,10 @@ def quantize(options: Namespace) -> None:
     if options.sweep is not None:
         sweep(options)
         return
-    from finetune.quant.notation import group_size, override_values
+    from finetune.quant.notation import override_values, scheme_flags
     from finetune.quant.settings import QuantizeSettings
 
-    flags = quantize_flags(options)
-    flags["scheme"] = options.scheme
-    if options.group_size is not None:
-        flags["group_size"] = group_size(options.group_size, where="--group-size")
+    flags = quantize_flags(options) | scheme_flags(options.scheme, options.group_size)
     if options.asymmetric:
         flags["symmetric"] = False
     if options.override:
@@ -138,7 +135,8 @@ def quantize(options: Namespace) -> None:
     from finetune.export.verify import load_in_fresh_process
     from finetune.model.load import resolve_model
     from finetune.quant.quantize import quantize_model
-    from finetune.quant.report import check_limits
+    from finetune.quant.report import check_limits, read_report
+    from finetune.quant.report_text import format_report
 
     report = quantize_model(
         resolve_model(options.model),
@@ -150,28 +148,38 @@ def quantize(options: Namespace) -> None:
         restart=options.force,
     )
     publish(options, out)
-    print(json.dumps({key: value for key, value in report.items() if key != "settings"}, indent=2))
+    if options.json:
+        print(json.dumps({key: value for key, value in report.items() if key != "settings"}, indent=2))
+    else:
+        print(format_report(read_report(Path(options.out)), Path(options.out)))
     check_limits(report["end_to_end"], limits, where=options.out)
 
 
 def sweep(options: Namespace) -> None:
-    from finetune.quant.notation import sweep_values
+    from finetune.quant.notation import NOT_IN_A_SWEEP, misfits_error, scheme_values, sweep_names
     from finetune.quant.settings import QuantizeSettings
 
-    of_one_scheme = ("format", "group_size", "asymmetric", "override", "max_shard_size", "no_verify")
-    for key in (*of_one_scheme, "max_kl", "max_perplexity_ratio"):
-        if getattr(options, key):
+    for key, fix in NOT_IN_A_SWEEP.items():
+        given = getattr(options, key)
+        if given or isinstance(given, float):  # --max-kl 0, too
             flag = f"--{key.replace('_', '-')}"
-            raise RecipeError(f"{flag} doesn't go with --sweep", where=flag, fix="leave it out; w4a16:32 gives a group")
+            raise RecipeError(f"{flag} doesn't go with --sweep", where=flag, fix=fix)
     if options.calibration is None:
         raise RecipeError("a sweep measures on text", where="--sweep", fix="add --calibration FILE")
     for setting in options.settings:
         if setting.partition("=")[0] == "tuning_steps":
             raise RecipeError("a sweep tunes nothing", where=f"--set {setting}", fix="leave it out")
     shared = quantize_flags(options) | {"tuning_steps": 0}
-    variants = {}
-    for name, values in sweep_values(options.sweep).items():
-        variants[name] = parse_flags(QuantizeSettings, {**shared, **values}, options.settings)
+    variants: dict[str, QuantizeSettings] = {}
+    misfits: dict[str, RecipeError] = {}
+    for name in sweep_names(options.sweep):
+        try:
+            values = scheme_values(name, where=f"--sweep {options.sweep}")
+            variants[name] = parse_flags(QuantizeSettings, {**shared, **values}, options.settings)
+        except RecipeError as error:
+            misfits[name] = error
+    if not variants:
+        raise misfits_error(misfits, [])
     out = Path(options.out).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if not options.force:
@@ -184,18 +192,22 @@ def sweep(options: Namespace) -> None:
     from finetune.model.load import resolve_model
     from finetune.quant.sweep import format_sweep, sweep_model
 
-    report = sweep_model(resolve_model(options.model), variants, out=out, seed=options.seed, device=device(options))
-    print(format_sweep(report))
+    report = sweep_model(
+        resolve_model(options.model), variants, out=out, seed=options.seed, device=device(options), misfits=misfits
+    )
+    print(json.dumps(report, indent=2) if options.json else format_sweep(report, Path(options.out)))
 
 
 def quantize_flags(options: Namespace) -> dict[str, Any]:
     """What ``quantize`` is told of any scheme, as settings."""
+    from finetune.quant.notation import ignore_values
+
     flags: dict[str, Any] = {}
     for key in ("method", "format", "max_shard_size"):
         if getattr(options, key) is not None:
             flags[key] = getattr(options, key)
     if options.ignore:
-        flags["ignore"] = list(dict.fromkeys(["lm_head", *options.ignore]))
+        flags["ignore"] = ignore_values(options.ignore)
     if options.no_verify:
         flags["verify"] = False
     for key in ("calibration_format", "num_samples", "max_seq_length", "micro_batch_size"):
@@ -239,7 +251,11 @@ def consolidate(options: Namespace) -> None:
         model = resolve_model(options.model)
     report = consolidate_checkpoint(checkpoint, out=out, dtype=options.dtype, max_shard_size_bytes=limit, model=model)
     publish(options, out)
-    print(json.dumps({key: value for key, value in report.items() if not isinstance(value, dict | list)}, indent=2))
+    if options.json:
+        print(json.dumps({key: value for key, value in report.items() if not isinstance(value, dict | list)}, indent=2))
+        return
+    size = f"{report['num_tensors']:,} tensors, {report['bytes'] / 1e6:,.1f} MB in {report['dtype']}"
+    print(f"{options.out}: {size}, weight files: {report['num_shards']}, seconds: {report['seconds']:.1f}")
 
 
 def evaluate(options: Namespace) -> None:
@@ -304,13 +320,10 @@ def export(options: Namespace) -> None:
 def verify(options: Namespace) -> None:
     quiet_libraries()
     from finetune.export.verify import verify_folder
+    from finetune.export.verify_text import format_verification
 
     report = verify_folder(Path(options.directory))
-    if options.json:
-        print(json.dumps(report, indent=2))
-        return
-    for key, value in report.items():
-        print(f"{key}: {value}")
+    print(json.dumps(report, indent=2) if options.json else format_verification(report))
 
 
 def parse_flags(kind: type[S], flags: dict[str, Any], settings: Sequence[str] = ()) -> S:

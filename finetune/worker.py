@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import resource
 import shutil
@@ -160,8 +161,15 @@ def quiet_libraries() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Libraries' own bars (compressed-tensors has four a load); ours say `disable=` themselves and aren't touched.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    # DeepSpeed, where it is installed, is imported with accelerate and logs to standard output, which carries results.
+    logging.getLogger("DeepSpeed").addFilter(_to_standard_error)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _to_standard_error(record: logging.LogRecord) -> bool:
+    print(f"{record.name}: {record.getMessage()}", file=sys.stderr, flush=True)
+    return False
 
 
 def main(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from finetune.cli import main
-from finetune.quant.notation import methods_help, override_values, schemes_help, sweep_values
+from finetune.quant.notation import NOT_IN_A_SWEEP, methods_help, override_values, schemes_help, sweep_names
 from finetune.quant.scheme import SCHEMES
+from finetune.text_table import figure as digits
 from tests.small_run import RECIPE, finetune, write_inputs
 from tests.tiny import CORPUS, tiny_llama
 
@@ -53,9 +55,9 @@ def test_every_flag_reaches_the_settings_of_the_report(
     flags = [
         *("--scheme", "w4a16", "--group-size", "channel", "--format", "compressed-tensors", "--method", "gptq"),
         *("--override", "down_proj=w8a16", "--override", "*.layers.0.mlp.down_proj=w4a16:16"),
-        *("--ignore", "model.layers.1.self_attn", "--calibration", rows, "--num-samples", "4"),
+        *("--ignore", "model.layers.1.self_attn,model.layers.0.self_attn", "--calibration", rows, "--num-samples", "4"),
         *("--max-seq-length", "32", "--micro-batch-size", "2", "--max-shard-size", "60KB", "--no-verify"),
-        *("--set", "damp=0.05", "--set", "act_order=false", "--seed", "3"),
+        *("--set", "damp=0.05", "--set", "act_order=false", "--seed", "3", "--json"),
     ]
     assert run(model, "--out", out, *flags) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -63,7 +65,7 @@ def test_every_flag_reaches_the_settings_of_the_report(
     settings = report["settings"]
     assert printed["end_to_end"] == report["end_to_end"]
     assert (settings["group_size"], settings["damp"], settings["act_order"]) == (None, 0.05, False)
-    assert settings["ignore"] == ["lm_head", "model.layers.1.self_attn"]
+    assert settings["ignore"] == ["lm_head", "model.layers.1.self_attn", "model.layers.0.self_attn"]
     assert settings["calibration"] | {"data": []} == {
         **{"data": [], "num_samples": 4, "max_seq_length": 32, "micro_batch_size": 2}
     }
@@ -95,7 +97,16 @@ def test_every_flag_reaches_the_settings_of_the_report(
         (["--scheme", "w4a16", "--method", "rtn", "--set", "method=gptq"], ["given twice"]),
         (["--scheme", "w4a16", "--method", "rtn", "--max-shard-size", "much"], ["--max-shard-size"]),
         (["--scheme", "w4a16", "--method", "rtn", "--max-kl", "1"], ["--max-kl", "--calibration"]),
+        (["--scheme", "int4", "--method", "rtn"], ["--scheme int4", "write `--scheme w4a16`"]),
+        (["--scheme", "w4a16:64", "--group-size", "32"], ["--group-size 32", "contradict"]),
+        (
+            ["--scheme", "w4a16:32", "--method", "rtn", "--override", "lm_head=w8a16"],
+            ["lm_head", "names nothing that is quantized"],
+        ),
         (["--sweep", "w4a16:32"], ["--calibration"]),
+        (["--sweep", "q4_0", "--calibration", "x"], ["write `w4a16:32`"]),
+        (["--sweep", "awq", "--calibration", "x"], ["write `w4a16`, with --method awq"]),
+        (["--sweep", "w4a16_asym", "--calibration", "x"], ["write `w4a16`; zero points can't"]),
         (["--sweep", "w4a16:32,w4a16:32", "--calibration", "x"], ["twice"]),
         (["--sweep", "w4a16:32", "--calibration", "x", "--asymmetric"], ["--asymmetric"]),
         (["--sweep", ",", "--calibration", "x"], ["no scheme"]),
@@ -142,13 +153,13 @@ def test_a_sweep_prints_its_table_and_replaces_only_a_sweep(
     flags = ["--sweep", "w4a16:32,w8a16", "--method", "rtn", "--calibration", rows, "--num-samples", "4"]
     flags += ["--max-seq-length", "32", "--out", str(out)]
     assert run(model, *flags) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == [
-        "unquantized",
-        "w4a16:32",
-        "w8a16",
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["unquantized", "w4a16:32", "w8a16"]
+    assert [line.split() for line in lines[6:]] == [["report:", f"{out}/sweep.json"], ["plot:", f"{out}/sweep.png"]]
     assert run(model, *flags) == 2
-    assert run(model, *flags, "--force") == 0
+    capsys.readouterr()
+    assert run(model, *flags, "--force", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((out / "sweep.json").read_text())
     (out / "sweep.json").unlink()
     assert run(model, *flags, "--force") == 2
 
@@ -156,7 +167,99 @@ def test_a_sweep_prints_its_table_and_replaces_only_a_sweep(
 def test_notation() -> None:
     assert override_values("a,b.*=w4a16:channel") == {"layers": ["a", "b.*"], "scheme": "w4a16", "group_size": None}
     assert override_values("re:.*(q|k|v)_proj=w8a16") == {"layers": ["re:.*(q|k|v)_proj"], "scheme": "w8a16"}
-    assert list(sweep_values("w4a16:32, w8a8")) == ["w4a16:32", "w8a8"]
+    assert sweep_names("w4a16:32, w8a8") == ["w4a16:32", "w8a8"]
+
+
+GIVEN_IN_A_SWEEP = {
+    "format": ["gptq"], "group_size": ["32"], "asymmetric": [], "override": ["o_proj=w8a16"], "no_verify": [],
+    "max_shard_size": ["1GB"], "max_kl": ["0"], "max_perplexity_ratio": ["1.1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NOT_IN_A_SWEEP)
+def test_each_flag_that_no_sweep_takes_gets_advice_of_its_own(
+    key: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = f"--{key.replace('_', '-')}"
+    flags = ["--sweep", "w4a16:32", "--calibration", "x", flag, *GIVEN_IN_A_SWEEP.get(key, ["2"])]
+    assert run(model, "--out", tmp_path / "out", *flags) == 2
+    assert f"{flag} doesn't go with --sweep\n  at:  {flag}\n  fix: {NOT_IN_A_SWEEP[key]}" in capsys.readouterr().err
+    assert ("w4a16:32" in NOT_IN_A_SWEEP[key]) == (key == "group_size")
+
+
+def test_all_schemes_of_a_sweep_that_do_not_fit_are_named_at_once(
+    model: Path, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--method", "gptq", "--calibration", rows, "--out", str(tmp_path / "out"), "--max-seq-length", "32"]
+    assert run(model, "--sweep", "w4a16:48,w8a16,int4,nf4,w4a16:96", *flags) == 2
+    error = capsys.readouterr().err
+    assert "4 of 5 schemes can't be measured" in error
+    for told in ("w4a16:48: group_size 48", "int4: `int4` is another", "nf4: nf4 finds", "w4a16:96: group_size 96"):
+        assert f"\n  {told}" in error
+    assert error.count("    fix: ") == 4
+    assert error.count("error:") == 1
+    assert "--sweep w8a16\n" in error
+    # What is wrong with all of them alike is said once.
+    assert run(model, "--sweep", "w4a16:32,w8a16", *flags, "--set", "dmap=1") == 2
+    error = capsys.readouterr().err
+    assert "unknown key `dmap`" in error
+    assert "schemes" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_done_is_printed_as_a_short_table(
+    model: Path, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = ["--scheme", "w4a16:32", "--method", "rtn", "--num-samples", "4", "--max-seq-length", "32"]
+    assert run(model, "--out", out, *flags, "--calibration", rows) == 0
+    printed = capsys.readouterr().out
+    report = json.loads((out / "quantization_report.json").read_text())
+    figures = report["end_to_end"]
+    lines = {line.split("  ")[0].rstrip(":"): line.split() for line in printed.splitlines()}
+    assert lines["size (MB)"][-2:] == [f"{report[key] / 1e6:.1f}" for key in ("source_bytes", "output_bytes")]
+    assert lines["perplexity"][1:] == [digits(figures[key], ".3f") for key in ("unquantized_perplexity", "perplexity")]
+    assert lines["bits a weight"][-1] == f"{report['bits_per_weight']:.2f}"
+    assert lines["KL (nats/token)"][-1] == f"{figures['kl']:.5f}"
+    assert lines["top-1 agreement"][-1] == f"{figures['top1_agreement']:.2%}"
+    worst = max(report["layers"], key=lambda entry: entry["relative_error"])
+    assert worst["layer"] in printed
+    assert "by transformers, its logits are those" in printed
+    for name in ("quantization_report.json", "quantization_report.png"):
+        assert f"{out / name}\n" in printed + "\n"
+        assert (out / name).is_file()
+    assert len(printed.splitlines()) < 25
+
+
+def test_without_text_the_figures_are_said_to_be_missing_and_what_gives_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(model, "--out", out, "--scheme", "w4a16:32", "--method", "rtn", "--no-verify") == 0
+    printed = capsys.readouterr()
+    report = json.loads((out / "quantization_report.json").read_text())
+    assert report["end_to_end"] is None
+    assert ["--calibration FILE" in note for note in report["notes"]] == [True]
+    assert report["notes"][0] in printed.err
+    assert "nothing (--calibration FILE" in printed.out
+    assert "perplexity" not in printed.out
+    assert "verified:    no" in printed.out
+
+
+def test_a_folder_of_gguf_is_quantized_already(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "gguf"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    flags = ["--scheme", "w4a16:32", "--method", "rtn", "--out", str(tmp_path / "out")]
+    assert run(folder, *flags) == 2
+    error = capsys.readouterr().err
+    assert "quantized already" in error
+    assert "give the model it was made from" in error
+    (folder / "config.json").unlink()
+    assert run(folder, *flags) == 4
+    assert "a GGUF file and no config.json" in capsys.readouterr().err
+    assert run(folder / "model-Q4_K_M.gguf", *flags) == 2
+    assert f"give the folder {folder}" in capsys.readouterr().err
 
 
 def test_a_recipe_calibrates_on_the_training_data_and_a_gate_ends_it_with_8(tmp_path: Path) -> None:

@@ -91,8 +91,9 @@ def test_a_sweep_writes_its_figures_a_picture_and_no_model(tmp_path: Path) -> No
     assert json.loads((out / "sweep.json").read_text()) == sweep
     assert sorted(path.name for path in out.iterdir()) == ["sweep.json", "sweep.png"]
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    lines = format_sweep(sweep).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["unquantized", "w4a16:32", "w8a16"]
+    lines = format_sweep(sweep, out).splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["unquantized", "w4a16:32", "w8a16"]
+    assert str(out / "sweep.png") in lines[-1]
     assert lines[0].split("  ")[0] == "scheme"
     assert f"{sweep['variants'][1]['kl']:.5f}" in lines[4]
 
@@ -102,8 +103,8 @@ def test_what_cannot_be_swept_is_refused_by_its_name_before_any_calibration(tmp_
     good = settings_for(tmp_path, **VARIANTS["w4a16:32"])
     for values, told in (
         ({"group_size": 48}, "odd: group_size 48"),
-        ({"group_size": 32, "method": "learned"}, "can't quantize by learned"),
-        ({"group_size": 32, "tuning_steps": 3}, "tunes nothing"),
+        ({"group_size": 32, "method": "learned"}, "odd: a sweep can't quantize by learned"),
+        ({"group_size": 32, "tuning_steps": 3}, "odd: a sweep tunes nothing"),
     ):
         with pytest.raises(RecipeError) as caught:
             sweep_model(source, {"good": good, "odd": settings_for(tmp_path, **values)}, out=tmp_path / "out", seed=0)

@@ -21,7 +21,7 @@ from finetune.engine.host_memory import give_back_large_memory, keep_large_memor
 from finetune.errors import CheckpointError, RecipeError
 from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json, write_json
 from finetune.model.probe import PROBE_NAME, probe_input_ids, write_probe
-from finetune.quant.calibration import CalibrationSamples, check_length, load_calibration, notes_on
+from finetune.quant.calibration import NOTHING_MEASURED, CalibrationSamples, check_length, load_calibration, notes_on
 from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.end_to_end import EndToEnd
 from finetune.quant.layers import check_called, layer_schemes, linear_names
@@ -86,7 +86,7 @@ def quantize_model(
     if METHODS[settings.method].needs_calibration and settings.calibration is None:
         raise RecipeError(f"method {settings.method} needs calibration data", fix="add `calibration:`, or use `rtn`")
     keep_large_memory()
-    samples, notes = None, []
+    samples, notes = None, [NOTHING_MEASURED]
     if settings.calibration is not None:
         check_length(settings.calibration, decoder.config)
         samples = load_calibration(model_folder, settings.calibration, seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 from finetune.errors import QualityGateError
 from finetune.files import write_json
-from finetune.model.load import QUANTIZATION_REPORT
+from finetune.model.load import QUANTIZATION_PLOT, QUANTIZATION_REPORT
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.shards import StoredTensor
 from finetune.quant.writers import Writer
 
 REPORT_NAME = QUANTIZATION_REPORT
-PLOT_NAME = "quantization_report.png"
+PLOT_NAME = QUANTIZATION_PLOT
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,12 @@ def check_limits(figures: Mapping[str, Any] | None, limits: Mapping[str, float |
             where=where,
             fix="the model is there; more bits, smaller groups or more calibration text cost less, or move the limit",
         )
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a folder that has just been written."""
+    report: dict[str, Any] = json.loads((folder / REPORT_NAME).read_text(encoding="utf-8"))
+    return report
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from finetune.config.size import parse_size
 from finetune.data.settings import DatasetSettings
 from finetune.errors import RecipeError, did_you_mean
 from finetune.quant import methods
+from finetune.quant.other_names import unknown_scheme_key
 from finetune.quant.scheme import SCHEMES, QuantScheme, scheme_with
 
 GGUF_GROUP_SIZE = 32
@@ -39,7 +40,7 @@ class OverrideSettings(Section):
     """Layers that are stored otherwise than the rest; of several entries that name a layer, the last one counts."""
 
     layers: list[str] = Field(min_length=1)
-    """As in ``ignore``: full names, last parts, names of modules around them, globs, ``re:`` patterns."""
+    """As in ``ignore``."""
     scheme: str
     group_size: int | None = Field(None, gt=0)
     """Default: the scheme's own."""
@@ -57,7 +58,9 @@ class OverrideSettings(Section):
     @field_validator("scheme")
     @classmethod
     def _known_scheme(cls, value: str) -> str:
-        return _known(value, SCHEMES)
+        if value not in SCHEMES:
+            raise unknown_scheme_key(value, in_override=True)
+        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -85,7 +88,8 @@ class QuantizeSettings(Section):
     overrides: list[OverrideSettings] = Field(default_factory=list)
     """Layers with another scheme. Layers that one kernel computes together (q, k and v; gate and up) must agree."""
     ignore: list[str] = Field(["lm_head"])
-    """Linear layers kept as they are: a full name, its last part, a name above it, a glob, or ``re:`` a pattern."""
+    """Linear layers kept as they are: full names of layers or of modules around them, the last parts of such names
+    (``mlp``), globs, or ``re:`` and a pattern."""
     calibration: CalibrationSettings | None = None
     """Text for the methods and the int8 inputs that need some, and for the figures of the report."""
     damp: float = Field(0.01, gt=0, le=1)
@@ -129,7 +133,9 @@ class QuantizeSettings(Section):
     @field_validator("scheme")
     @classmethod
     def _known_scheme(cls, value: str) -> str:
-        return _known(value, SCHEMES)
+        if value not in SCHEMES:
+            raise unknown_scheme_key(value)
+        return value
 
     @field_validator("method")
     @classmethod

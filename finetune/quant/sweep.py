@@ -27,6 +27,7 @@ from finetune.quant.end_to_end import EndToEnd
 from finetune.quant.layers import layer_schemes
 from finetune.quant.memo import ForwardMemo
 from finetune.quant.methods import METHODS
+from finetune.quant.notation import misfits_error
 from finetune.quant.plots import plot_sweep
 from finetune.quant.quantize import calibration_stream
 from finetune.quant.scheme import QuantScheme
@@ -34,6 +35,7 @@ from finetune.quant.settings import QuantizeSettings
 from finetune.quant.shards import stored_tensors
 from finetune.quant.stream import CALIBRATION_DTYPE, BlockQuantizer, BlockResult, Stream
 from finetune.quant.writers import WRITERS, Writer
+from finetune.text_table import aligned, figure
 
 SWEEP_NAME = "sweep.json"
 PLOT_NAME = "sweep.png"
@@ -87,17 +89,32 @@ class _Variant:
 
 
 def sweep_model(
-    model_folder: Path, variants: Mapping[str, QuantizeSettings], *, out: Path, seed: int, device: str = "cpu"
+    model_folder: Path,
+    variants: Mapping[str, QuantizeSettings],
+    *,
+    out: Path,
+    seed: int,
+    device: str = "cpu",
+    misfits: Mapping[str, RecipeError] | None = None,
 ) -> dict[str, Any]:
     """Measure ``variants`` (by the names to show) of one model; write ``sweep.json`` and ``sweep.png`` to ``out``.
 
     The variants share their calibration and everything else but what is stored. Returns what ``sweep.json`` holds.
-    Raises RecipeError for a variant that doesn't fit the model, before any calibration; else as ``quantize_model``.
+    Raises one RecipeError for all variants that don't fit the model, before any calibration, and names in it also the
+    ``misfits`` that were found before; else as ``quantize_model``.
     """
     started = time.perf_counter()
     decoder = StreamedDecoder(model_folder, device=device)
     shared: dict[str, HessianSum] = {}
-    plans = {name: _planned(decoder, name, settings, shared) for name, settings in variants.items()}
+    plans: dict[str, _Variant] = {}
+    unfit = dict(misfits or {})
+    for name, settings in variants.items():
+        try:
+            plans[name] = _planned(decoder, settings, shared)
+        except RecipeError as error:
+            unfit[name] = error
+    if unfit:
+        raise misfits_error(unfit, list(plans))
     settings = next(iter(variants.values()))
     if settings.calibration is None:
         raise RecipeError("a sweep measures on calibration text", fix="give --calibration FILE")
@@ -157,21 +174,16 @@ def sweep_model(
     return sweep
 
 
-def _planned(
-    decoder: StreamedDecoder, name: str, settings: QuantizeSettings, shared: dict[str, HessianSum]
-) -> _Variant:
+def _planned(decoder: StreamedDecoder, settings: QuantizeSettings, shared: dict[str, HessianSum]) -> _Variant:
     if settings.method not in SWEEP_METHODS:
         raise RecipeError(
             f"a sweep can't quantize by {settings.method}", fix=f"choose one of {', '.join(SWEEP_METHODS)}"
         )
     if settings.tuning_steps:
         raise RecipeError("a sweep tunes nothing", where="tuning_steps", fix="set it to 0")
-    try:
-        schemes = layer_schemes(decoder, settings)
-        writer = WRITERS[settings.format_name]
-        writer.check(decoder, schemes)
-    except RecipeError as error:
-        raise RecipeError(f"{name}: {error.what}", where=error.where, fix=error.fix) from error
+    schemes = layer_schemes(decoder, settings)
+    writer = WRITERS[settings.format_name]
+    writer.check(decoder, schemes)
     quantizer = _SharingQuantizer(
         decoder,
         schemes,
@@ -203,17 +215,17 @@ def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 COLUMNS = {
-    "bits_per_weight": ("bits a weight", "{:.2f}"),
-    "output_bytes": ("size (MB)", "{:.1f}"),
-    "perplexity": ("perplexity", "{:.3f}"),
-    "perplexity_ratio": ("ratio", "{:.4f}"),
-    "kl": ("KL (nats/token)", "{:.5f}"),
-    "top1_agreement": ("top-1 agreement", "{:.2%}"),
+    "bits_per_weight": ("bits a weight", ".2f"),
+    "output_bytes": ("size (MB)", ".1f"),
+    "perplexity": ("perplexity", ".3f"),
+    "perplexity_ratio": ("ratio", ".4f"),
+    "kl": ("KL (nats/token)", ".5f"),
+    "top1_agreement": ("top-1 agreement", ".2%"),
 }
 
 
-def format_sweep(sweep: Mapping[str, Any]) -> str:
-    """A table of text: the unquantized model, then each variant."""
+def format_sweep(sweep: Mapping[str, Any], folder: Path) -> str:
+    """A table of text: the unquantized model, then each variant; and what else lies in ``folder``."""
     unquantized = {
         "name": "unquantized",
         "output_bytes": sweep["source_bytes"],
@@ -225,12 +237,6 @@ def format_sweep(sweep: Mapping[str, Any]) -> str:
         for key, (_, shown) in COLUMNS.items():
             value = entry.get(key)
             scaled = value / 1e6 if key == "output_bytes" else value
-            cells.append("" if scaled is None else shown.format(scaled))
+            cells.append("" if scaled is None else figure(scaled, shown))
         rows.append([entry["name"], *cells])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)
+    return f"{aligned(rows)}\n\nreport: {folder / SWEEP_NAME}\nplot:   {folder / PLOT_NAME}"
