@@ -303,3 +303,25 @@ def test_the_page_has_a_row_for_each_scheme_format_and_method() -> None:
             assert f"{scheme.weights.group_size}" in named[name][2]
     for name in METHODS:
         assert named[name][3].strip() == ("yes" if METHODS[name].needs_calibration else "no")
+
+
+def test_the_page_tells_each_setting_without_a_flag_and_its_default() -> None:
+    from finetune.cli import build_parser
+    from finetune.commands import FLAGS
+    from finetune.quant.settings import QuantizeSettings
+
+    page = (Path(__file__).parent.parent / "docs" / "quantization.md").read_text(encoding="utf-8")
+    section = page.partition("| setting | default | what |")[2].partition("\n\n")[0]
+    told = {match[1]: match[2] for match in re.finditer(r"^\| `(\w+)` \| (.+?) \|", section, flags=re.M)}
+    options = vars(build_parser().parse_args(["quantize", "MODEL", "--out", "OUT", "--scheme", "w4a16"]))
+    fields = QuantizeSettings.model_fields
+    assert set(told) >= {
+        name for name in fields if FLAGS.get(name, name).removeprefix("--").replace("-", "_") not in options
+    }
+    for name, shown in told.items():
+        default = fields[name].default
+        assert shown.strip("`") == ("the method's" if name == "tuning_steps" else _as_yaml(default)), name
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
