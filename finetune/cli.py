@@ -169,6 +169,9 @@ def _add_quantize(quantize: argparse.ArgumentParser) -> None:
     quantize.add_argument("--num-samples", metavar="N", help="calibration samples (128)")
     quantize.add_argument("--max-seq-length", metavar="N", help="tokens of a calibration sample (512)")
     quantize.add_argument("--micro-batch-size", metavar="N", help="samples in one forward (8)")
+    quantize.add_argument(
+        "--num-processes", metavar="N", help="processes that share out the samples, on cuda a GPU each (1)"
+    )
     quantize.add_argument("--max-shard-size", metavar="SIZE", help="limit of one weight file (5GB)")
     quantize.add_argument(
         "--set",

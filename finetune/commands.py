@@ -132,11 +132,10 @@ def quantize(options: Namespace) -> None:
     if settings.uses_calibration and settings.calibration is None:
         say("without --calibration the outliers of int8 inputs stay where they are, and cost quality")
     quiet_libraries()
-    from finetune.export.verify import load_in_fresh_process
     from finetune.model.load import resolve_model
-    from finetune.quant.quantize import quantize_model
     from finetune.quant.report import check_limits, read_report
     from finetune.quant.report_text import format_report
+    from finetune.stages.quantize import quantize as quantize_model
 
     report = quantize_model(
         resolve_model(options.model),
@@ -144,7 +143,6 @@ def quantize(options: Namespace) -> None:
         out=out,
         seed=options.seed,
         device=device(options),
-        verify=load_in_fresh_process,
         restart=options.force,
     )
     publish(options, out)
@@ -203,7 +201,7 @@ def quantize_flags(options: Namespace) -> dict[str, Any]:
     from finetune.quant.notation import ignore_values
 
     flags: dict[str, Any] = {}
-    for key in ("method", "format", "max_shard_size"):
+    for key in ("method", "format", "max_shard_size", "num_processes"):
         if getattr(options, key) is not None:
             flags[key] = getattr(options, key)
     if options.ignore:

@@ -2,6 +2,7 @@
 
     python -m finetune.worker stage RUN_DIR STAGE      started by the pipeline, once a stage
     python -m finetune.worker rank  RUN_DIR STAGE      started by torch.distributed's launcher, once a rank
+    python -m finetune.worker quantize FOLDER          the same, once a rank of a quantization; FOLDER says of what
 
 A process a stage gives each its own peak memory and lets a killed one be repeated. The worker reads the resolved
 recipe of the run folder, so that it needs no other input.
@@ -175,6 +176,11 @@ def _to_standard_error(record: logging.LogRecord) -> bool:
 def main(arguments: list[str]) -> int:
     die_with_parent()
     quiet_libraries()
+    if arguments[0] == "quantize":
+        from finetune.stages.quantize import quantize_rank
+
+        quantize_rank(Path(arguments[1]))
+        return 0
     role, run_dir, name = arguments
     loaded = load_recipe(Path(run_dir) / "recipe.yaml")
     stage = loaded.stage(name, flag=name)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.quant.ranks import Ranks
 from finetune.quant.scheme import ActivationArgs
 
 
@@ -81,6 +82,14 @@ def quantized_inputs(
         yield
 
 
+def kept_tokens(hidden: Tensor, mask_BS: Tensor | None) -> Tensor:
+    """hidden_NI: the tokens that ``mask_BS`` keeps of (B, S, I), or of (B * S, I), as some blocks have it."""
+    if mask_BS is None:
+        return hidden.flatten(0, -2)
+    mask = mask_BS.to(hidden.device)
+    return hidden[mask.flatten() if hidden.ndim == 2 else mask]
+
+
 class _CaughtAllError(Exception):
     """Raised inside a block's forward once every input that is wanted has been seen: the rest needn't be computed."""
 
@@ -137,7 +146,7 @@ class HessianSum:
 
     def add(self, hidden_BSI: Tensor, mask_BS: Tensor | None) -> None:
         """Add the tokens that ``mask_BS`` keeps (all of them where it is None)."""
-        hidden_NI = hidden_BSI.flatten(0, -2) if mask_BS is None else hidden_BSI[mask_BS.to(hidden_BSI.device)]
+        hidden_NI = kept_tokens(hidden_BSI, mask_BS)
         if not len(hidden_NI):  # an expert that no token of this chunk goes to
             return
         self.num_tokens += len(hidden_NI)
@@ -145,6 +154,13 @@ class HessianSum:
         with exact_products(hidden_NI.dtype):
             hidden_NI = hidden_NI.float()
             self.total.addmm_(hidden_NI.T, hidden_NI)
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Let this be the sum over the tokens of all ranks."""
+        counted_1, largest_1 = torch.tensor([self.num_tokens]), torch.tensor([self.largest], dtype=torch.float64)
+        ranks.sum_([self.total, counted_1])
+        ranks.max_([largest_1])
+        self.num_tokens, self.largest = int(counted_1), float(largest_1)
 
     def mean(self) -> Tensor:
         """hessian_II: the mean of x xᵀ."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.quant.as_linear import Expert, LinearExperts
+from finetune.quant.ranks import Ranks
 
 FEWEST_TOKENS_PER_INPUT = 0.25
 """An expert with fewer routed tokens than this part of its inputs is calibrated on all tokens, as if all were routed to
@@ -88,6 +89,10 @@ class RoutedTokens:
         # An index past the last expert says: none.
         counts = torch.bincount(top_k_index_NK.flatten().cpu(), minlength=num_experts + 1)
         self.counts[name] += counts[:num_experts]
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Let the counts be those of all ranks' tokens."""
+        ranks.sum_(self.counts.values())
 
     def calibrate_short_on_all(self) -> None:
         """Let experts with too few tokens be called with all of them."""

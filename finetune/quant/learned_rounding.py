@@ -5,6 +5,8 @@ descend by the sign of their gradient, at a rate that falls to 0, on the squared
 passes gradients straight through. Unlike in the paper the start may be codes that another method found: an offset is
 added to the code plus what it left of the weight (half a code at most).
 
+Several ranks run an iteration together, each its own sequences of the chunk.
+
 Cost: an iteration runs one chunk of the calibration samples forward and back through the block, three forwards.
 """
 
@@ -20,10 +22,11 @@ from torch.func import functional_call
 
 from finetune.quant.activations import quantized_inputs
 from finetune.quant.methods import QuantizedWeight
+from finetune.quant.ranks import Ranks
 from finetune.quant.scales import grouped, stored_scales
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.stream import BlockQuantizer, Stream
-from finetune.quant.tuning import round_straight
+from finetune.quant.tuning import round_straight, rows_of
 from finetune.quant.zero_points import shifted
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.5, 1.15
@@ -63,7 +66,12 @@ class _Rounded:
         return (codes_OGK * self._scale().unsqueeze(-1)).flatten(1)
 
     @torch.no_grad()
-    def descend(self, rate: float) -> None:
+    def descend(self, rate: float, ranks: Ranks) -> None:
+        if ranks.size > 1:
+            for parameter in (self.offset_OGK, self.factor_OG):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                ranks.sum_([parameter.grad])
         for parameter, low, high in (
             (self.offset_OGK, -0.5, 0.5),
             (self.factor_OG, SMALLEST_FACTOR, LARGEST_FACTOR),
@@ -103,30 +111,42 @@ def learn_rounding(
         name: rounding and partial(round_straight, rounding)
         for name, rounding in quantizer.input_roundings(index, start).items()
     }
-    order = torch.randperm(len(stream.hidden), generator=torch.Generator().manual_seed(index))
+    share, ranks = stream.held(), quantizer.ranks
+    batches = share.batches
+    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(index))
 
     def error(position: int) -> Tensor:
+        """This rank's part of the mean over what chunk ``position`` holds besides padding."""
         values = {f"{name}.weight": layer.values().to(stream.dtype) for name, layer in rounded.items()}
 
         def run(*args: object, **kwargs: object) -> object:
             return functional_call(block, values, args, kwargs)
 
-        hidden_BSD = stream.hidden[position].to(device, stream.dtype)
-        difference_BSD = stream.calls[position][index].run(run, hidden_BSD).float() - targets[position].to(device)
-        mask_BS = stream.masks[position]
-        kept = difference_BSD if mask_BS is None else difference_BSD[mask_BS.to(device)]
-        return kept.square().mean()
+        total = torch.zeros((), device=device)
+        for chunk, rows in share.rows(batches[position]):
+            whole_BSD, mask_BS = stream.hidden[chunk], stream.masks[chunk]
+            call = rows_of(stream.calls[chunk][index], rows, whole_BSD)
+            output_BSD = call.run(run, whole_BSD[rows].to(device, stream.dtype))
+            difference_BSD = output_BSD.float() - targets[chunk][rows].to(device)
+            kept = difference_BSD if mask_BS is None else difference_BSD[mask_BS[rows].to(device)]
+            num_tokens = kept.numel() // kept.shape[-1]
+            if num_tokens:
+                total = total + kept.square().mean() * (num_tokens / share.tokens_in(batches[position]))
+        return total
 
     def checked() -> float:
         with torch.no_grad():
-            return sum(error(position).item() for position in range(min(CHECKED_CHUNKS, len(stream.hidden))))
+            mine = sum(error(position).item() for position in range(min(CHECKED_CHUNKS, len(batches))))
+        return ranks.total(mine)
 
     with quantized_inputs({name: block.get_submodule(name) for name in start}, straight):
         before = checked()
         with torch.enable_grad():
             for step in range(iterations):
-                error(int(order[step % len(order)])).backward()
+                part = error(int(order[step % len(order)]))
+                if part.requires_grad:  # else this rank has nothing of the chunk
+                    part.backward()
                 for layer in rounded.values():
-                    layer.descend((1 - step / iterations) / iterations)
+                    layer.descend((1 - step / iterations) / iterations, ranks)
         better = checked() < before
     return {name: layer.stored() for name, layer in rounded.items()} if better else dict(start)

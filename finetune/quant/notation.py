@@ -83,6 +83,7 @@ NOT_IN_A_SWEEP = {
     "asymmetric": "leave it out: a sweep measures schemes without zero points; --scheme takes it",
     "override": "leave it out: a sweep gives all layers one scheme; --scheme takes it",
     "max_shard_size": "leave it out: a sweep writes no model",
+    "num_processes": "leave it out: a sweep is one process",
     "no_verify": "leave it out: a sweep writes no model that could be loaded",
     "max_kl": "leave it out: a sweep refuses nothing, its table shows each KL; --scheme takes it",
     "max_perplexity_ratio": "leave it out: a sweep refuses nothing, its table shows each ratio; --scheme takes it",

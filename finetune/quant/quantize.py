@@ -18,7 +18,7 @@ from tqdm import tqdm
 import finetune
 from finetune.artifact import MANIFEST_NAME, RECORD_NAME, write_record
 from finetune.engine.host_memory import give_back_large_memory, keep_large_memory
-from finetune.errors import CheckpointError, RecipeError
+from finetune.errors import CheckpointError, DataError, RecipeError
 from finetune.files import published_folder, require_free_bytes, sha256_file, sha256_json, write_json
 from finetune.model.probe import PROBE_NAME, probe_input_ids, write_probe
 from finetune.quant.calibration import NOTHING_MEASURED, CalibrationSamples, check_length, load_calibration, notes_on
@@ -26,6 +26,7 @@ from finetune.quant.decoder import StreamedDecoder
 from finetune.quant.end_to_end import EndToEnd
 from finetune.quant.layers import check_called, layer_schemes, linear_names
 from finetune.quant.methods import METHODS
+from finetune.quant.ranks import ALONE, Ranks, Share
 from finetune.quant.report import (
     PLOT_NAME,
     REPORT_NAME,
@@ -37,7 +38,7 @@ from finetune.quant.report import (
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.settings import QuantizeSettings
 from finetune.quant.spill import HiddenStates
-from finetune.quant.stream import CALIBRATION_DTYPE, PROBE_DTYPE, BlockQuantizer, Stream
+from finetune.quant.stream import CALIBRATION_DTYPE, PROBE_DTYPE, BlockQuantizer, BlockResult, Stream
 from finetune.quant.tuning import ScaleTuner
 from finetune.quant.work import WorkFolder
 from finetune.quant.writers import WRITERS
@@ -60,6 +61,7 @@ def quantize_model(
     device: str = "cpu",
     verify: Callable[[Path], dict[str, Any]] | None = None,
     restart: bool = False,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Write the quantized model of ``model_folder`` to ``out`` (replaced when all is done).
 
@@ -67,10 +69,14 @@ def quantize_model(
     ``verify`` is given the finished folder before it gets its place; what it returns goes into the report, and where it
     raises CheckpointError nothing is published. ``settings.verify: false`` leaves it out.
 
+    Several ``ranks`` call this alike, each on the device of its own, and share out the calibration samples. The first
+    writes everything; the others return an empty dict when they aren't needed any more.
+
     Same arguments, same machine: same bytes. A killed run goes on at its first unfinished block, and ends with the
     bytes of an undisturbed one; ``restart`` drops what it left. Raises RecipeError for what doesn't fit the model
-    (before any calibration), DataError for calibration data without a token, CheckpointError for damaged weights, or
-    for an unfinished run that was begun otherwise, ResourceError for a full disk.
+    (before any calibration), DataError for calibration data without a token, or of fewer samples than ranks,
+    CheckpointError for damaged weights, or for an unfinished run that was begun otherwise, ResourceError for a full
+    disk.
     """
     started = time.perf_counter()
     # A model on the meta device is made of real parameters that are dropped one by one. On the heap they would leave
@@ -91,13 +97,20 @@ def quantize_model(
         check_length(settings.calibration, decoder.config)
         samples = load_calibration(model_folder, settings.calibration, seed=seed)
         notes = notes_on(samples)
-    for note in notes:
+        _check_enough(samples, ranks)
+    for note in notes if ranks.is_first else ():
         print(note, file=sys.stderr, flush=True)
     source_bytes = sum((model_folder / name).stat().st_size for name in decoder.source.files())
     require_free_bytes(out, 2 * source_bytes)
 
-    begun_with = _begun_with(decoder, settings, samples)
+    # The others find the folder as the first has left it.
+    begun_with = ranks.broadcast(_begun_with(decoder, settings, samples))
+    if not ranks.is_first:
+        ranks.wait()
     work = WorkFolder(out, begun_with, decoder=decoder, writer=writer, schemes=schemes, restart=restart)
+    if ranks.is_first:
+        ranks.wait()
+    spill_folder = work.spill_folder() if ranks.size == 1 else work.spill_folder() / f"rank-{ranks.rank}"
     quantizer = BlockQuantizer(
         decoder,
         schemes,
@@ -110,13 +123,15 @@ def quantize_model(
         rounding_iterations=settings.rounding_iterations,
         # Transformers dequantizes those of compressed-tensors while it fuses them, and leaves them in that dtype.
         experts_in_scale_dtype=settings.format_name == "compressed-tensors",
+        ranks=ranks,
     )
     stream, tuning = None, None
 
     def begin(samples: CalibrationSamples) -> Stream:
         assert settings.calibration is not None
-        hidden = HiddenStates(work.spill_folder() / "inputs", settings.activation_memory_bytes)
-        return calibration_stream(decoder, samples, settings.calibration.micro_batch_size, hidden=hidden)
+        hidden = HiddenStates(spill_folder / "inputs", settings.activation_memory_bytes // ranks.size)
+        size = settings.calibration.micro_batch_size
+        return calibration_stream(decoder, samples, size, hidden=hidden, ranks=ranks)
 
     if samples is not None:
         stream = begin(samples)
@@ -124,8 +139,12 @@ def quantize_model(
     if settings.tuning_steps:
         assert samples is not None, "the settings ask for calibration data"
         stream = begin(samples)
-        tuning = _tune(quantizer, work, stream, steps=settings.tuning_steps, seed=seed)
+        folder = spill_folder / "tuning"
+        tuning = _tune(quantizer, work, stream, steps=settings.tuning_steps, seed=seed, folder=folder)
     del stream
+    peak_memory_bytes = max(ranks.gather(_peak_memory_bytes()), default=0)
+    if not ranks.is_first:
+        return {}
     done = _observe(quantizer, work, samples)
     linears = linear_names(decoder.model)
     kept = [name for name in linears if name not in schemes]
@@ -166,7 +185,7 @@ def quantize_model(
             "end_to_end": done.end_to_end,
             "carried_over": decoder.carried_over,
             "notes": notes,
-            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_memory_bytes": max(peak_memory_bytes, _peak_memory_bytes()),
         }
         # Whoever loads the folder looks there for what may be left over.
         write_json(folder / REPORT_NAME, {"carried_over": decoder.carried_over})
@@ -178,6 +197,19 @@ def quantize_model(
         write_record(folder, made_by="quantize", version=finetune.__version__)
     work.remove()
     return summary
+
+
+def _check_enough(samples: CalibrationSamples, ranks: Ranks) -> None:
+    if len(samples.input_ids) < ranks.size:
+        raise DataError(
+            f"{ranks.size} processes can't share {len(samples.input_ids)} calibration samples",
+            where="num_processes",
+            fix=f"give more text, or num_processes: {len(samples.input_ids)}",
+        )
+
+
+def _peak_memory_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _verified(verify: Callable[[Path], dict[str, Any]], folder: Path, out: Path) -> dict[str, Any]:
@@ -213,29 +245,40 @@ def _quantize_blocks(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream
         result = work.load(index, name, quantizer.layers_of(index))
         is_last = index + 1 == num_blocks
         if result is None:
-            work.save(index, name, quantizer.quantize(index, stream, advance=not is_last))
+            result = quantizer.quantize(index, stream, advance=not is_last)
+            if quantizer.ranks.is_first:
+                work.save(index, name, result)
         elif stream is not None and not is_last:
             with quantizer.quantized_block(index, result, dtype=stream.dtype) as block:
                 stream.advance(block, index, decoder.device)
+    quantizer.ranks.wait()  # for the last block to be saved
 
 
-def _tune(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream, *, steps: int, seed: int) -> dict[str, Any]:
-    """Tune scales and norms of the blocks in ``work``, which holds the tuned ones afterwards; for the report."""
+def _tune(
+    quantizer: BlockQuantizer, work: WorkFolder, stream: Stream, *, steps: int, seed: int, folder: Path
+) -> dict[str, Any] | None:
+    """Tune scales and norms of the blocks in ``work``, which holds the tuned ones afterwards; for the report, which is
+    the first rank's to write."""
     started = time.perf_counter()
+    is_first = quantizer.ranks.is_first
     if not work.has_tuned():
         names = [quantizer.decoder.block_name(index) for index in range(len(quantizer.decoder.blocks))]
         tuner = ScaleTuner(
             quantizer,
             stream,
             load=lambda index: work.loaded(index, names[index], quantizer.layers_of(index)),
-            folder=work.spill_folder() / "tuning",
+            folder=folder,
         )
-        losses = tuner.tune(
-            steps=steps,
-            seed=seed,
-            save=lambda index, result: work.save(index, names[index], result, tuned=True),
-        )
-        work.note_tuning({"steps": steps, "kl_of_each_step": losses})
+
+        def save(index: int, result: BlockResult) -> None:
+            if is_first:
+                work.save(index, names[index], result, tuned=True)
+
+        losses = tuner.tune(steps=steps, seed=seed, save=save)
+        if is_first:
+            work.note_tuning({"steps": steps, "kl_of_each_step": losses})
+    if not is_first:
+        return None
     work.use_tuned()
     return {**work.tuning_note(), "seconds": round(time.perf_counter() - started, 2)}
 
@@ -286,13 +329,15 @@ def calibration_stream(
     micro_batch_size: int,
     *,
     hidden: HiddenStates | None = None,
+    ranks: Ranks = ALONE,
 ) -> Stream:
-    """The samples as they enter the first block, in ``hidden``, which may spill to disk, or in memory."""
-    ids_NS = torch.from_numpy(samples.input_ids).long()
-    mask_NS = torch.from_numpy(samples.mask)
+    """This rank's samples as they enter the first block, in ``hidden``, which may spill to disk, or in memory."""
+    share = Share(samples.mask.sum(axis=1).tolist(), micro_batch_size, ranks.rank, ranks.size)
+    ids_NS = torch.from_numpy(samples.input_ids[ranks.rank :: ranks.size]).long()
+    mask_NS = torch.from_numpy(samples.mask[ranks.rank :: ranks.size])
     states, calls = decoder.embed(list(ids_NS.split(micro_batch_size)), dtype=CALIBRATION_DTYPE, hidden=hidden)
     masks = [None if mask_BS.all() else mask_BS for mask_BS in mask_NS.split(micro_batch_size)]
-    return Stream(states, masks, calls, CALIBRATION_DTYPE)
+    return Stream(states, masks, calls, CALIBRATION_DTYPE, share)
 
 
 def _begun_with(

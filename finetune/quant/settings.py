@@ -111,6 +111,9 @@ class QuantizeSettings(Section):
     activation_memory: str = "4GiB"
     """Memory for the hidden states of the calibration tokens; what goes beyond lies on disk meanwhile, beside the
     result. Changes no bit of it."""
+    num_processes: int = Field(1, ge=1)
+    """Processes on this machine that share out the calibration samples, on cuda each on a GPU of its own. Their sums
+    round otherwise than those of one: the result differs as little as that."""
     max_shard_size: str = "5GB"
     """Size limit of one weight file of the result."""
     verify: bool = True
@@ -187,6 +190,11 @@ class QuantizeSettings(Section):
         """Raise ValueError where there is no data to calibrate on and some is needed."""
         if self.calibration is not None and not self.calibration.data:
             raise ValueError("`calibration` has no text; set `calibration.data`")
+        if self.calibration is not None and self.calibration.num_samples < self.num_processes:
+            raise ValueError(
+                f"{self.num_processes} processes can't share {self.calibration.num_samples} calibration samples; set "
+                f"`num_processes` to at most {self.calibration.num_samples}"
+            )
         if self.calibration is None and self.method == "rtn" and self.needs_calibration:
             raise ValueError(
                 "w8a8_static needs `calibration:` data, which its inputs' scales are found on; set `calibration.data`, "

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.quant.activations import fake_quantize_inputs, run_and_catch
+from finetune.quant.activations import fake_quantize_inputs, kept_tokens, run_and_catch
+from finetune.quant.experts import expert_of, routed_mask
+from finetune.quant.ranks import ALONE, Ranks, Share
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.zero_points import rounded_to_nearest
 
@@ -48,50 +50,87 @@ def smooth_block(
     masks: list[Tensor | None],
     strength: float | None,
     scheme: QuantScheme,
+    ranks: Ranks = ALONE,
+    share: Share | None = None,
 ) -> set[str]:
     """Even out the inputs of the block's Linear layers, in ``block`` and in ``tensors`` (its stored tensors by name).
 
     ``run(c)`` gives the block's output for calibration chunk c, ``masks[c]`` (B, S) what of it isn't padding.
     ``strength`` in 0..1 is how much of an input's range goes into the weights; None chooses for each input the one of
-    SEARCHED_STRENGTHS, or no smoothing, under which ``scheme`` changes the layers' outputs least. Returns the layers
-    that were smoothed.
+    SEARCHED_STRENGTHS, or no smoothing, under which ``scheme`` changes the layers' outputs least. Several ``ranks``
+    measure inputs on the chunks of each, ``share`` says which those are; the first decides. Returns the layers that
+    were smoothed.
     """
     inputs = shared_inputs_of(block, lambda: run(0))
     readers = {entry.consumers[0]: block.get_submodule(entry.consumers[0]) for entry in inputs}
     largest: dict[str, Tensor] = {}
     sample: dict[str, Tensor] = {}
+    places: dict[str, Tensor] = {}
 
-    def widen(mask_BS: Tensor | None, name: str, hidden_BSI: Tensor) -> None:
-        hidden_NI = hidden_BSI.flatten(0, -2) if mask_BS is None else hidden_BSI[mask_BS.to(hidden_BSI.device)]
-        peak_I = hidden_NI.abs().amax(0).float()
-        largest[name] = torch.maximum(largest[name], peak_I) if name in largest else peak_I
-        if strength is None and name not in sample:
-            sample[name] = hidden_NI[:SEARCH_TOKENS].float()
+    def widen(mask_BS: Tensor | None, name: str, hidden: Tensor) -> None:
+        mask = routed_mask(block, name, mask_BS)
+        hidden_NI = kept_tokens(hidden, mask)
+        largest.setdefault(name, hidden_NI.new_zeros(hidden_NI.shape[1], dtype=torch.float32))
+        if len(hidden_NI):  # no token of this chunk may go to an expert
+            largest[name] = torch.maximum(largest[name], hidden_NI.abs().amax(0).float())
+        if strength is not None or name in sample:
+            return
+        if ranks.size > 1:
+            assert share is not None
+            place_N = kept_tokens(_places(block, name, hidden, share).unsqueeze(-1), mask).squeeze(-1)
+            is_first_N = place_N < share.chunk_size * share.num_tokens[0]
+            hidden_NI, places[name] = hidden_NI[is_first_N.to(hidden.device)], place_N[is_first_N][:SEARCH_TOKENS]
+        sample[name] = hidden_NI[:SEARCH_TOKENS].float()
 
     for position, mask_BS in enumerate(masks):
         run_and_catch(readers, partial(run, position), partial(widen, mask_BS))
-    expected_BSD = run(0)
-    smoothed: set[str] = set()
-    for entry in inputs:
-        columns = [tensors[f"{name}.weight"] for name in entry.consumers]
-        largest_I = largest[entry.consumers[0]].cpu()
-        if strength is None:
-            factor_I = searched_factors(largest_I, columns, sample.pop(entry.consumers[0]), scheme)
-        else:
-            factor_I = smoothing_factors(largest_I, columns, strength)
-        if not torch.isfinite(factor_I).all() or (factor_I == 1).all():
-            continue
-        for producer in entry.producers:
-            before = dict(tensors)
-            _fold(tensors, producer, entry.consumers, factor_I)
-            changed = [name for name, tensor in tensors.items() if tensor is not before[name]]
-            _refill(block, tensors, changed)
-            if torch.equal(run(0), expected_BSD):
-                smoothed |= set(entry.consumers)
-                break
-            tensors.update(before)
-            _refill(block, tensors, changed)
-    return smoothed
+    ranks.max_(largest[name] for name in readers)
+    if ranks.size > 1 and strength is None:
+        _gather_samples(sample, places, ranks)
+    folds: list[_Fold] = []
+    if ranks.is_first:
+        expected_BSD = run(0)
+        for entry in inputs:
+            columns = [tensors[f"{name}.weight"] for name in entry.consumers]
+            largest_I = largest[entry.consumers[0]].cpu()
+            if strength is None:
+                factor_I = searched_factors(largest_I, columns, sample.pop(entry.consumers[0]), scheme)
+            else:
+                factor_I = smoothing_factors(largest_I, columns, strength)
+            if not torch.isfinite(factor_I).all() or (factor_I == 1).all():
+                continue
+            for producer in entry.producers:
+                before, fold = dict(tensors), _Fold(producer, entry.consumers, factor_I)
+                changed = fold.apply(block, tensors)
+                if torch.equal(run(0), expected_BSD):
+                    folds.append(fold)
+                    break
+                tensors.update(before)
+                _refill(block, tensors, changed)
+    folds = ranks.broadcast(folds)
+    for fold in () if ranks.is_first else folds:
+        fold.apply(block, tensors)
+    return {consumer for fold in folds for consumer in fold.consumers}
+
+
+def _places(block: nn.Module, name: str, hidden: Tensor, share: Share) -> Tensor:
+    """For each row that layer ``name`` reads of this rank's first chunk: its place in all samples joined end to end."""
+    length = share.num_tokens[0]
+    place_BS = torch.tensor(share.chunks[0]).unsqueeze(1) * length + torch.arange(length)
+    expert = expert_of(block, name)
+    if expert is None:
+        return place_BS if hidden.ndim == 3 else place_BS.flatten()
+    assert expert.tokens_M is not None
+    return place_BS.flatten()[expert.tokens_M.cpu()]
+
+
+def _gather_samples(sample: dict[str, Tensor], places: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """On rank 0: the ``sample`` that a process alone would take of its first chunk, in its order."""
+    gathered = ranks.gather({name: (rows_NI.cpu(), places[name]) for name, rows_NI in sample.items()})
+    for name in sample if gathered else ():
+        rows_NI = torch.cat([part[name][0] for part in gathered])
+        order_N = torch.cat([part[name][1] for part in gathered]).argsort()
+        sample[name] = rows_NI[order_N[:SEARCH_TOKENS]].to(sample[name].device)
 
 
 def smoothing_factors(largest_I: Tensor, weights: list[Tensor], strength: float) -> Tensor:
@@ -138,14 +177,26 @@ def searched_factors(largest_I: Tensor, weights: list[Tensor], sample_NI: Tensor
     return candidates[errors.index(min(errors))]
 
 
-def _fold(tensors: dict[str, Tensor], producer: str, consumers: list[str], factor_I: Tensor) -> None:
-    for part in ("weight", "bias"):
-        name = f"{producer}.{part}"
-        if name in tensors:
-            divisor = factor_I.view(-1, *[1] * (tensors[name].ndim - 1))
-            tensors[name] = (tensors[name].float() / divisor).to(tensors[name].dtype)
-    for name in (f"{consumer}.weight" for consumer in consumers):
-        tensors[name] = (tensors[name].float() * factor_I).to(tensors[name].dtype)
+@dataclass(frozen=True)
+class _Fold:
+    producer: str
+    consumers: list[str]
+    factor: Tensor
+    """(I,): by which the producer's output is divided and the consumers' columns multiplied."""
+
+    def apply(self, block: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
+        """Put it into ``tensors`` and ``block``; returns the names that changed."""
+        changed = []
+        for name in (f"{self.producer}.{part}" for part in ("weight", "bias")):
+            if name in tensors:
+                divisor = self.factor.view(-1, *[1] * (tensors[name].ndim - 1))
+                tensors[name] = (tensors[name].float() / divisor).to(tensors[name].dtype)
+                changed.append(name)
+        for name in (f"{consumer}.weight" for consumer in self.consumers):
+            tensors[name] = (tensors[name].float() * self.factor).to(tensors[name].dtype)
+            changed.append(name)
+        _refill(block, tensors, changed)
+        return changed
 
 
 def _refill(block: nn.Module, tensors: Mapping[str, Tensor], names: list[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,12 +22,13 @@ from finetune.quant.activations import (
     quantized_inputs,
     run_and_catch,
     shared_inputs,
-    static_scale,
 )
 from finetune.quant.decoder import BlockCall, StreamedDecoder
 from finetune.quant.experts import RoutedTokens, joined_stages, routed_mask
+from finetune.quant.groups import quantize_groups
 from finetune.quant.memo import ForwardMemo
 from finetune.quant.methods import METHODS, QuantizedWeight
+from finetune.quant.ranks import ALONE, Ranks, Share
 from finetune.quant.scales import relative_error, weight_values
 from finetune.quant.scheme import QuantScheme
 from finetune.quant.smoothing import smooth_block
@@ -50,6 +51,18 @@ class Stream:
     calls: list[list[BlockCall]]
     """For each chunk the call of every block."""
     dtype: torch.dtype
+    share: Share | None = None
+    """Which of the calibration samples they are; None: all that there are."""
+
+    def held(self) -> Share:
+        """``share``, counted from the chunks where nobody said it."""
+        if self.share is None:
+            num_tokens: list[int] = []
+            for hidden_BSD, mask_BS in zip(self.hidden, self.masks, strict=True):
+                num_rows, length = hidden_BSD.shape[:2]
+                num_tokens += [length] * num_rows if mask_BS is None else mask_BS.sum(1).tolist()
+            self.share = Share(num_tokens, len(self.hidden[0]))
+        return self.share
 
     def chunks(self) -> list[Stream]:
         """One stream a chunk."""
@@ -104,6 +117,8 @@ class BlockQuantizer:
     """Of a method that learns its rounding, in each block."""
     experts_in_scale_dtype: bool = False
     """Whether a load computes fused experts in the dtype of their scales, whatever dtype it is asked for."""
+    ranks: Ranks = ALONE
+    """Who else quantizes the same blocks, each with samples of its own."""
 
     def layers_of(self, index: int) -> list[str]:
         prefix = self.decoder.block_name(index) + "."
@@ -152,8 +167,7 @@ class BlockQuantizer:
         quantized: dict[str, QuantizedWeight] = {}
         report: list[dict[str, Any]] = []
         if stream is None:
-            for name in wanted:
-                self._quantize_layers([name], None, tensors, quantized, report, index)
+            quantized, report = quantize_groups(self, index, [[name] for name in wanted], None, tensors)
         else:
             with self.decoder.block(index, tensors, dtype=stream.dtype) as block:
                 learns = METHODS[self.method].learns and self.rounding_iterations
@@ -199,11 +213,13 @@ class BlockQuantizer:
         prefix = self.decoder.block_name(index) + "."
         for entry in report:
             name = entry["layer"].removeprefix(prefix)
+            entry["seconds"] = round(entry["seconds"] + seconds, 3)
+            if not self.ranks.is_first:
+                continue
             values_OI = weight_values(learned[name], torch.float32)
             entry["relative_error"] = relative_error(
                 weights[name].to(values_OI.device).float(), values_OI, hessians[name]
             )
-            entry["seconds"] = round(entry["seconds"] + seconds, 3)
 
     def _quantize_in_order(
         self,
@@ -242,6 +258,8 @@ class BlockQuantizer:
                 masks=stream.masks,
                 strength=None if self.smoothing == "search" else self.smoothing,
                 scheme=rounding[0],
+                ranks=self.ranks,
+                share=stream.held(),
             )
         groups = [part for group in groups for part in self._by_scheme(index, group)]
         stages = joined_stages([[group] for group in groups], block) if self.true_sequential else [groups]
@@ -254,13 +272,13 @@ class BlockQuantizer:
             done = {name: layers[name] for name in quantized}
             with quantized_inputs(done, self.input_roundings(index, quantized)):
                 inputs = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream, memo)
-            for group in stage:
-                self._quantize_layers(group, inputs[group[0]], tensors, quantized, report, index)
-                if METHODS[self.method].learns:
-                    hessians.update(dict.fromkeys(group, inputs[group[0]].mean()))
-                for name in group:
-                    weight = quantized[name]
-                    layers[name].weight = nn.Parameter(weight_values(weight, stream.dtype), requires_grad=False)
+            found, entries = quantize_groups(self, index, stage, inputs, tensors)
+            quantized.update(found)
+            report += entries
+            for name, weight in found.items():
+                layers[name].weight = nn.Parameter(weight_values(weight, stream.dtype), requires_grad=False)
+            for group in stage if METHODS[self.method].learns else ():
+                hessians.update(dict.fromkeys(group, inputs[group[0]].mean()))
         prefix = self.decoder.block_name(index) + "."
         of_experts = routed.describe(wanted)
         for entry in report:
@@ -281,6 +299,7 @@ class BlockQuantizer:
 
             outputs = chunk.forward(block, index, self.decoder.device)
             run_and_catch(routed.modules, lambda outputs=outputs: list(outputs), add, whole=True)
+        routed.add_up(self.ranks)
         routed.calibrate_short_on_all()
         return routed
 
@@ -310,6 +329,7 @@ class BlockQuantizer:
             with nullcontext() if memo is None else memo.skipping(position, device):
                 run_and_catch(layers, lambda chunk=chunk: list(chunk.forward(block, index, device)), add)
         for name, total in sums.items():
+            total.add_up(self.ranks)
             if not torch.isfinite(total.mean()).all():
                 raise CheckpointError(
                     f"the inputs of {self.decoder.block_name(index)}.{name} aren't finite on the calibration data",
@@ -317,66 +337,6 @@ class BlockQuantizer:
                     fix="the model overflows or holds NaN: evaluate it before quantizing it",
                 )
         return sums
-
-    def _quantize_layers(
-        self,
-        group: list[str],
-        inputs: HessianSum | None,
-        tensors: dict[str, Tensor],
-        quantized: dict[str, QuantizedWeight],
-        report: list[dict[str, Any]],
-        index: int,
-    ) -> None:
-        """Quantize layers of one input and scheme as one matrix: their rows don't see each other."""
-        scheme = self.scheme_of(index, group[0])
-        hessian_II = None if inputs is None else inputs.mean()
-        started = time.perf_counter()
-        weights = {name: tensors[f"{name}.weight"].to(self.decoder.device, torch.float32) for name in group}
-        for name, weight_OI in weights.items():
-            if not torch.isfinite(weight_OI).all():
-                raise CheckpointError(
-                    f"the weight of {self.decoder.block_name(index)}.{name} holds NaN or infinity",
-                    where=self.decoder.folder,
-                    fix="fetch the model again, or train it again from a good checkpoint",
-                )
-        scale_dtype = self.scale_dtypes[scheme]
-        largest_weight = torch.finfo(scale_dtype).max * scheme.weights.code_max / 2
-        for name, weight_OI in weights.items():
-            if weight_OI.abs().max() > largest_weight:
-                raise CheckpointError(
-                    f"the weight of {self.decoder.block_name(index)}.{name} reaches {weight_OI.abs().max():.3g}: its "
-                    f"scale doesn't fit into {str(scale_dtype).removeprefix('torch.')}",
-                    where=self.decoder.folder,
-                    fix="put the layer in `ignore`, or choose a format that keeps scales in the model's dtype",
-                )
-        result = METHODS[self.method].quantize(
-            torch.cat(list(weights.values())),
-            hessian_II,
-            weights=scheme.weights,
-            scale_dtype=scale_dtype,
-            damp=self.damp,
-            act_order=self.act_order,
-        )
-        if scheme.activations is not None and not scheme.activations.dynamic:
-            assert inputs is not None, "the settings ask for calibration data"
-            result = replace(result, input_scale=static_scale(inputs.largest, scheme.activations, scale_dtype))
-        seconds = (time.perf_counter() - started) / len(group)
-        sizes = [len(weight_OI) for weight_OI in weights.values()]
-        zero_points = [None] * len(sizes) if result.zero_point is None else result.zero_point.split(sizes)
-        parts = zip(result.codes.split(sizes), result.scale.split(sizes), zero_points, strict=True)
-        for (name, weight_OI), (codes_OI, scale_OG, zero_point_OG) in zip(weights.items(), parts, strict=True):
-            quantized[name] = replace(result, codes=codes_OI, scale=scale_OG, zero_point=zero_point_OG)
-            values_OI = weight_values(quantized[name], torch.float32)
-            report.append(
-                {
-                    "layer": f"{self.decoder.block_name(index)}.{name}",
-                    "scheme": scheme.name,
-                    "relative_error": relative_error(weight_OI, values_OI, hessian_II),
-                    "damp": result.damp,
-                    "clip": result.clip,
-                    "seconds": round(seconds, 3),
-                }
-            )
 
 
 def _linear(block: nn.Module, name: str) -> nn.Linear:

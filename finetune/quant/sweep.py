@@ -181,6 +181,8 @@ def _planned(decoder: StreamedDecoder, settings: QuantizeSettings, shared: dict[
         )
     if settings.tuning_steps:
         raise RecipeError("a sweep tunes nothing", where="tuning_steps", fix="set it to 0")
+    if settings.num_processes > 1:
+        raise RecipeError("a sweep is one process", where="num_processes", fix="set it to 1")
     schemes = layer_schemes(decoder, settings)
     writer = WRITERS[settings.format_name]
     writer.check(decoder, schemes)

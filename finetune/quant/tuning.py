@@ -5,6 +5,8 @@ goes through all blocks: what one layer's rounding did, others make up for, whic
 Tuning only the scales end to end is the second phase of EfficientQAT (Chen et al., 2024, arXiv:2407.11062); norms are
 tuned as in Norm Tweaking (Li et al., 2023, arXiv:2309.02784), here by the same loss.
 
+Several ranks take a step together, each with those of its sequences that it holds; all have the same tuned values.
+
 Memory stays that of one block. A step runs its sequences forward through the blocks, one in memory at a time, and keeps
 what enters each on disk; then it goes back, runs each block again with gradients, and updates it.
 
@@ -72,6 +74,11 @@ class _Tuned:
             self.change[name].addcdiv_(mean, corrected, value=-rate)
 
 
+Rows = list[tuple[int, slice]]
+"""Sequences of a step that this rank holds: chunks of the stream, and rows in each."""
+Run = Callable[[dict[str, Tensor], BlockCall, Tensor], Tensor]
+
+
 class _ByChunk(Mapping[int, Tensor]):
     """Entries of a list, each under the number of its chunk; one is read only when it is asked for."""
 
@@ -89,34 +96,36 @@ class _ByChunk(Mapping[int, Tensor]):
         return len(self._positions)
 
 
-Rows = list[tuple[int, slice]]
-"""Sequences of a step: chunks of the stream, and rows in each."""
-Run = Callable[[dict[str, Tensor], BlockCall, Tensor], Tensor]
-
-
 class ScaleTuner:
     """``inputs`` holds the calibration samples as they enter the first block; ``load(i)`` gives the quantized block i,
-    ``folder`` is for what memory shouldn't hold; its content is dropped."""
+    ``folder``, of this rank alone, is for what memory shouldn't hold; its content is dropped."""
 
     def __init__(
         self, quantizer: BlockQuantizer, inputs: Stream, *, load: Callable[[int], BlockResult], folder: Path
     ) -> None:
         self._quantizer = quantizer
+        self._ranks = quantizer.ranks
         self._decoder = quantizer.decoder
         self._inputs = inputs
+        self._share = inputs.held()
         self._load = load
         self._folder = folder
         self._num_blocks = len(self._decoder.blocks)
 
     def tune(self, *, steps: int, seed: int, save: Callable[[int, BlockResult], None]) -> list[float]:
-        """Take ``steps`` steps, then ``save`` every block; returns the loss of each step (nats a token)."""
+        """Take ``steps`` steps, then ``save`` every block; returns the loss of each step (nats a token).
+
+        Every rank saves the same; it is for ``save`` to know which one's is kept.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         per_step = max(1, TOKENS_PER_STEP // self._inputs.hidden[0].shape[1])
         epochs = itertools.chain.from_iterable(self._batches(per_step, seed + epoch) for epoch in itertools.count())
         batches = list(itertools.islice(epochs, steps))
-        targets = self._exact_outputs({chunk for batch in batches for chunk, _ in batch})
+        targets = self._exact_outputs({chunk for batch in batches for chunk, _ in self._rows(batch)})
         for index in range(self._num_blocks):
-            self._store(index, _Tuned.untouched(self._load(index)))
+            block = self._load(index)
+            self._write(self._folder / f"block-{index}", _flat(block))
+            self._store(index, _Tuned.untouched(block))
         losses = []
         with self._decoder.head(dtype=self._inputs.dtype) as head:
             for number, batch in enumerate(tqdm(batches, desc="tune", unit="step", disable=None), 1):
@@ -148,23 +157,26 @@ class ScaleTuner:
                 exact.advance(block, index, self._decoder.device)
         return _ByChunk(exact.hidden, order)
 
-    def _batches(self, per_step: int, seed: int) -> Iterator[Rows]:
-        """Each step's sequences as (chunk, rows in it): chunks in an order drawn from ``seed``, each cut to steps."""
-        order = torch.randperm(len(self._inputs.hidden), generator=torch.Generator().manual_seed(seed)).tolist()
-        step: Rows = []
-        for chunk in order:
-            num_rows = len(self._inputs.hidden[chunk])
-            for start in range(0, num_rows, per_step):
-                step.append((chunk, slice(start, min(start + per_step, num_rows))))
-                if sum(rows.stop - rows.start for _, rows in step) >= per_step:
+    def _batches(self, per_step: int, seed: int) -> Iterator[list[range]]:
+        """The numbers of each step's sequences: chunks in an order drawn from ``seed``, each cut to steps."""
+        chunks = self._share.batches
+        order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed)).tolist()
+        step: list[range] = []
+        for chunk in (chunks[index] for index in order):
+            for start in range(0, len(chunk), per_step):
+                step.append(chunk[start : start + per_step])
+                if sum(map(len, step)) >= per_step:
                     yield step
                     step = []
         if step:
             yield step
 
+    def _rows(self, batch: list[range]) -> Rows:
+        return [rows for samples in batch for rows in self._share.rows(samples)]
+
     def _step(
         self,
-        step: Rows,
+        batch: list[range],
         targets: Mapping[int, Tensor],
         head: Callable[[Tensor], Tensor],
         *,
@@ -172,20 +184,22 @@ class ScaleTuner:
         share: float,
     ) -> float:
         device, dtype = self._decoder.device, self._inputs.dtype
+        step = self._rows(batch)  # of few sequences, or many ranks, it may be none
+        num_tokens = sum(map(self._share.tokens_in, batch))
         hidden = [self._inputs.hidden[chunk][rows].to(device, dtype) for chunk, rows in step]
-        calls = [[_rows_of(call, rows, self._inputs.hidden[chunk]) for call in self._inputs.calls[chunk]]
+        calls = [[rows_of(call, rows, self._inputs.hidden[chunk]) for call in self._inputs.calls[chunk]]
                  for chunk, rows in step]  # fmt: skip
-        for index in range(self._num_blocks):
+        for index in range(self._num_blocks if step else 0):
             self._write(self._folder / f"inputs-{index}", {str(part): x.cpu() for part, x in enumerate(hidden)})
-            block = self._load(index)
+            block = self._block_as_stored(index)
             with torch.no_grad(), self._block(index, block) as run:
                 values = _values(block, self._restore(index).change)
                 hidden = [run(values, call[index], x) for call, x in zip(calls, hidden, strict=True)]
-        loss, gradients = self._loss(hidden, step, targets, head)
+        loss, gradients = self._loss(hidden, step, targets, head, num_tokens=num_tokens)
         for index in reversed(range(self._num_blocks)):
-            stored = load_file(self._folder / f"inputs-{index}")
+            stored = load_file(self._folder / f"inputs-{index}") if step else {}
             inputs = [stored[str(part)].to(device) for part in range(len(step))]
-            block, tuned = self._load(index), self._restore(index)
+            block, tuned = self._block_as_stored(index), self._restore(index)
             changes = {name: change.to(device).requires_grad_() for name, change in tuned.change.items()}
             with self._block(index, block) as run:
                 for part, (call, x) in enumerate(zip(calls, inputs, strict=True)):
@@ -193,10 +207,20 @@ class ScaleTuner:
                     output.backward(gradients[part])
                     assert x.grad is not None
                     gradients[part] = x.grad
-            found = {name: change.grad.cpu() for name, change in changes.items() if change.grad is not None}
-            tuned.step(found, number=number, share=share)
+            tuned.step(self._gradients(changes), number=number, share=share)
             self._store(index, tuned)
-        return loss
+        return self._ranks.total(loss)
+
+    def _gradients(self, changes: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of those of ``changes`` that a sequence of any rank has run through, summed over ranks, on the cpu."""
+        reached_K = torch.tensor([change.grad is not None for change in changes.values()], dtype=torch.int64)
+        self._ranks.sum_([reached_K])
+        found = {}
+        for (name, change), reached in zip(changes.items(), reached_K.tolist(), strict=True):
+            if reached:
+                found[name] = torch.zeros_like(change) if change.grad is None else change.grad
+        self._ranks.sum_(found.values())
+        return {name: gradient.cpu() for name, gradient in found.items()}
 
     def _loss(
         self,
@@ -204,13 +228,15 @@ class ScaleTuner:
         step: Rows,
         targets: Mapping[int, Tensor],
         head: Callable[[Tensor], Tensor],
+        *,
+        num_tokens: int,
     ) -> tuple[float, list[Tensor]]:
-        """The mean KL over the step's tokens, and its gradients with respect to ``hidden``."""
+        """The KL over this rank's tokens of the step, over ``num_tokens``, which are all ranks', and its gradients with
+        respect to ``hidden``."""
         masks = []
         for (chunk, rows), x in zip(step, hidden, strict=True):
             mask_BS = self._inputs.masks[chunk]
             masks.append(torch.ones(x.shape[:2], dtype=torch.bool) if mask_BS is None else mask_BS[rows])
-        num_tokens = sum(int(mask_BS.sum()) for mask_BS in masks)
         total, gradients = 0.0, []
         for (chunk, rows), x, mask_BS in zip(step, hidden, masks, strict=True):
             keep_BS = mask_BS.to(x.device)
@@ -248,6 +274,10 @@ class ScaleTuner:
             with quantized_inputs({name: module.get_submodule(name) for name in straight}, straight):
                 yield run
 
+    def _block_as_stored(self, index: int) -> BlockResult:
+        """What ``load`` gives but the report, without unpacking the storage format at each step."""
+        return _unflat(load_file(self._folder / f"block-{index}"))
+
     def _store(self, index: int, tuned: _Tuned) -> None:
         parts = {"change": tuned.change, "mean": tuned.mean, "square": tuned.square}
         flat = {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
@@ -263,6 +293,40 @@ class ScaleTuner:
 
     def _write(self, path: Path, tensors: dict[str, Tensor]) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+_PARTS = ("codes", "scale", "zero_point", "input_scale")
+
+
+def _flat(block: BlockResult) -> dict[str, Tensor]:
+    """Everything a block computes with, by names that ``_unflat`` takes apart."""
+    flat = {f"rest:{name}": tensor for name, tensor in block.tensors.items()}
+    for name, weight in block.quantized.items():
+        assert weight.type == "int", "the settings refuse to tune types with a rule of their own"
+        parts = {part: getattr(weight, part) for part in _PARTS}
+        flat |= {f"{part}:{name}": tensor for part, tensor in parts.items() if tensor is not None}
+    return flat
+
+
+def _unflat(flat: dict[str, Tensor]) -> BlockResult:
+    rest: dict[str, Tensor] = {}
+    weights: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in flat.items():
+        part, _, name = key.partition(":")
+        if part == "rest":
+            rest[name] = tensor
+        else:
+            weights.setdefault(name, {})[part] = tensor
+    quantized = {
+        name: QuantizedWeight(
+            codes=parts["codes"],
+            scale=parts["scale"],
+            zero_point=parts.get("zero_point"),
+            input_scale=parts.get("input_scale"),
+        )
+        for name, parts in weights.items()
+    }
+    return BlockResult(rest, quantized, [])
 
 
 def _is_tuned(tensor: Tensor) -> bool:
@@ -290,7 +354,7 @@ def _rate(number: int, num_steps: int) -> float:
     return min(number / warmup, 1 - (number - 1) / num_steps)
 
 
-def _rows_of(call: BlockCall, rows: slice, whole_BSD: Tensor) -> BlockCall:
+def rows_of(call: BlockCall, rows: slice, whole_BSD: Tensor) -> BlockCall:
     """``call`` for some rows of its chunk: tensors with an entry a row are cut, others serve any number of rows."""
 
     def cut(value: Any) -> Any:

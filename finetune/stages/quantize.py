@@ -1,17 +1,25 @@
-"""``quantize``: a model to int8 or int4, block by block, with calibration."""
+"""``quantize``: a model to int8 or int4, block by block, with calibration, on one process or several."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+from finetune.errors import FinetuneError, ResourceError
+from finetune.files import write_json
 from finetune.quant.settings import CalibrationSettings, QuantizeSettings
 from finetune.stages.base import STAGES, StageContext, StageKind, StageSettings
 from finetune.train.settings import TrainSettings
 
 
 class QuantizeStage(QuantizeSettings, StageSettings):
-    not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | {"verify", "activation_memory"}
+    not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | {
+        *("verify", "activation_memory", "num_processes"),
+    }
     calibration_is_complete: ClassVar[bool] = False
 
 
@@ -31,18 +39,113 @@ def complete(settings: QuantizeStage, ancestors: Sequence[StageSettings]) -> Qua
 
 
 def run(context: StageContext) -> dict[str, Any]:
-    from finetune.export.verify import load_in_fresh_process
-    from finetune.quant.quantize import quantize_model
-
     assert context.input_model is not None
-    return quantize_model(
+    return quantize(
         context.input_model,
         settings=context.settings,
         out=context.folder / "model",
         seed=context.seed,
         device=context.launch.device or "cpu",
-        verify=load_in_fresh_process,
+        timeout_seconds=context.launch.timeout_seconds,
     )
+
+
+def quantize(
+    model_folder: Path,
+    *,
+    settings: QuantizeSettings,
+    out: Path,
+    seed: int,
+    device: str,
+    restart: bool = False,
+    timeout_seconds: float | None = None,
+) -> dict[str, Any]:
+    """``quantize_model`` in this process, or on ``settings.num_processes`` that it starts and waits for; what comes out
+    is loaded in a fresh process.
+
+    ``timeout_seconds`` is how long a rank may wait for another. Raises what ``quantize_model`` does, ResourceError for
+    more processes than GPUs or where one was lost. What the ranks but the first wrote is kept only then.
+    """
+    from finetune.engine.launch import TIMEOUT_SECONDS, run_ranks
+    from finetune.export.verify import load_in_fresh_process
+    from finetune.quant.quantize import quantize_model
+
+    if settings.num_processes == 1:
+        return quantize_model(
+            model_folder,
+            settings=settings,
+            out=out,
+            seed=seed,
+            device=device,
+            verify=load_in_fresh_process,
+            restart=restart,
+        )
+    _require_gpus(settings.num_processes, device)
+    logs = out.with_name(out.name + ".logs")
+    with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
+        job = {
+            "model_folder": str(model_folder),
+            "of_a_stage": isinstance(settings, QuantizeStage),
+            "settings": settings.resolved(),
+            "out": str(out),
+            "seed": seed,
+            "device": device,
+            "restart": restart,
+            "timeout_seconds": timeout_seconds or TIMEOUT_SECONDS,
+        }
+        write_json(Path(scratch) / _JOB_NAME, job)
+        try:
+            run_ranks(
+                ["-m", "finetune.worker", "quantize", scratch],
+                num_processes=settings.num_processes,
+                device=device,
+                log_dir=logs,
+            )
+        except FinetuneError as error:
+            if not isinstance(error, ResourceError):
+                shutil.rmtree(logs, ignore_errors=True)
+            raise
+        shutil.rmtree(logs, ignore_errors=True)
+        summary: dict[str, Any] = json.loads((Path(scratch) / _SUMMARY_NAME).read_text(encoding="utf-8"))
+        return summary
+
+
+_JOB_NAME, _SUMMARY_NAME = "job.json", "summary.json"
+
+
+def quantize_rank(scratch: Path) -> None:
+    """What each rank does that ``quantize`` starts."""
+    from finetune.engine.launch import rank_process
+    from finetune.export.verify import load_in_fresh_process
+    from finetune.quant.quantize import quantize_model
+    from finetune.quant.ranks import Ranks
+
+    job: dict[str, Any] = json.loads((scratch / _JOB_NAME).read_text(encoding="utf-8"))
+    kind = QuantizeStage if job["of_a_stage"] else QuantizeSettings
+    with rank_process(job["device"], timeout_seconds=job["timeout_seconds"]) as (rank, size):
+        summary = quantize_model(
+            Path(job["model_folder"]),
+            settings=kind.model_validate(job["settings"]),
+            out=Path(job["out"]),
+            seed=job["seed"],
+            device=job["device"],
+            verify=load_in_fresh_process,
+            restart=job["restart"],
+            ranks=Ranks(rank, size),
+        )
+        if rank == 0:
+            write_json(scratch / _SUMMARY_NAME, summary)
+
+
+def _require_gpus(num_processes: int, device: str) -> None:
+    import torch
+
+    if device == "cuda" and num_processes > (num_gpus := torch.cuda.device_count()):
+        raise ResourceError(
+            f"{num_processes} processes need as many GPUs, there are {num_gpus}",
+            where="num_processes",
+            fix=f"set it to at most {num_gpus}",
+        )
 
 
 def data_files(settings: QuantizeStage) -> list[str]:
