@@ -221,15 +221,21 @@ class StreamedDecoder:
         return {stored: stored for stored in self.names.origins[name].names()} if name in self.names.origins else {}
 
     @contextmanager
-    def block(self, index: int, tensors: dict[str, Tensor], *, dtype: torch.dtype) -> Iterator[nn.Module]:
-        """Block ``index`` filled with ``tensors`` in ``dtype``; empty again afterwards."""
+    def block(
+        self, index: int, tensors: dict[str, Tensor], *, dtype: torch.dtype, give_back: bool = True
+    ) -> Iterator[nn.Module]:
+        """Block ``index`` filled with ``tensors`` in ``dtype``; empty again afterwards.
+
+        ``give_back``: its memory goes back to the system, which asks for fresh pages the next time.
+        """
         block = self.blocks[index]
         fill_module(block, tensors, dtype=dtype, device=self.device)
         try:
             yield block
         finally:
             empty_module(block)
-            give_back_freed_memory()
+            if give_back:
+                give_back_freed_memory()
 
     @contextmanager
     def _outer(self, dtype: torch.dtype, taps: list[_Tap]) -> Iterator[None]:

@@ -136,11 +136,11 @@ def quantize_model(
     if samples is not None:
         stream = begin(samples)
     _quantize_blocks(quantizer, work, stream)
-    if settings.tuning_steps:
+    steps = settings.num_tuning_steps(0 if samples is None else samples.counts["tokens_used"])
+    if steps:
         assert samples is not None, "the settings ask for calibration data"
         stream = begin(samples)
-        folder = spill_folder / "tuning"
-        tuning = _tune(quantizer, work, stream, steps=settings.tuning_steps, seed=seed, folder=folder)
+        tuning = _tune(quantizer, work, stream, steps=steps, seed=seed, folder=spill_folder / "tuning")
     del stream
     peak_memory_bytes = max(ranks.gather(_peak_memory_bytes()), default=0)
     if not ranks.is_first:

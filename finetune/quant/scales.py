@@ -12,7 +12,7 @@ from finetune.quant.scheme import WeightArgs
 SERIAL_ELEMENTS = 2**15 - 1
 """torch works on so few numbers with one thread. Loops of thousands of small steps stay below it: threads that meet
 after every step made a block take 50 s instead of 3 on two cores that others used as well."""
-COARSE = 4
+COARSE = 2
 """Steps between the ratios that are tried first. All of 27 ratios take three times as long (11 s of the 80 of a 135M
 model)."""
 _ROUNDER = 1.5 * 2**23

@@ -32,8 +32,12 @@ class CalibrationSettings(Section):
     """Sequences in one forward; changes memory and speed."""
 
 
-TUNING_STEPS = {"gptq": 16, "best": 64}
-"""Of the methods that tune by default."""
+TUNING_STEPS = {"gptq": 10, "best": 64}
+"""At most, of the methods that tune by default."""
+TUNING_TOKENS, TUNING_EPOCHS = 2048, 2
+"""Calibration tokens of a step, and how often steps by default take the same ones."""
+TUNED_BITS = 4
+"""Weights of more bits aren't tuned by default: a step of their scales' dtype is more than their rounding costs."""
 
 
 class OverrideSettings(Section):
@@ -105,7 +109,8 @@ class QuantizeSettings(Section):
     """Of the method learned, in each block."""
     tuning_steps: int | None = Field(None, ge=0)
     """Steps of 2,048 calibration tokens that tune scales and norms to the unquantized model's predictions, through the
-    whole model; when the samples run out they are taken again. Default: what the method does."""
+    whole model; when the samples run out they are taken again. By default at most 10 of gptq and 64 of best, no more
+    than take each sample twice, and none where no weights have 4 bits or fewer."""
     kv_cache: Literal["int8"] | None = None
     """Only null: no loader applies a scheme of int8 keys and values that a model folder names."""
     activation_memory: str = "4GiB"
@@ -131,7 +136,7 @@ class QuantizeSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_group_size(cls, value: Any) -> Any:
-        return _with_tuning(_with_group_size(_with_method(value), "w4a16"))
+        return _with_group_size(_with_method(value), "w4a16")
 
     @field_validator("scheme")
     @classmethod
@@ -172,12 +177,12 @@ class QuantizeSettings(Section):
         for scheme in (self.scheme, *(override.scheme for override in self.overrides)):
             methods = SCHEMES[scheme].methods
             if methods is not None and self.method not in methods:
-                raise ValueError(f"{scheme} finds its codes by a rule of its own: set `method: {methods[0]}`")
+                raise ValueError(f"{scheme} finds its codes by a rule of its own; set `method: {methods[0]}`")
             if methods is not None and self.tuning_steps:
                 raise ValueError(f"{scheme} has scales of its own rule, which can't be tuned; set `tuning_steps: 0`")
             if self.format_name not in SCHEMES[scheme].formats:
                 raise ValueError(
-                    f"format {self.format_name} doesn't hold {scheme}; {scheme} can be stored as "
+                    f"format {self.format_name} doesn't hold {scheme}; set `format` to one of "
                     + ", ".join(SCHEMES[scheme].formats)
                 )
         if self.method == "smoothquant" and SCHEMES[self.scheme].activations is None:
@@ -204,6 +209,15 @@ class QuantizeSettings(Section):
             raise ValueError(
                 f"method {self.method} needs `calibration:` data; set `calibration.data`, or `method: rtn` to use none"
             )
+
+    def num_tuning_steps(self, num_tokens: int) -> int:
+        """The steps that ``num_tokens`` of calibration text are tuned on."""
+        if self.tuning_steps is not None:
+            return self.tuning_steps
+        schemes = [SCHEMES[scheme] for scheme in (self.scheme, *(override.scheme for override in self.overrides))]
+        if all(scheme.weights.num_bits > TUNED_BITS or scheme.weights.type != "int" for scheme in schemes):
+            return 0
+        return min(TUNING_STEPS.get(self.method, 0), -(-TUNING_EPOCHS * num_tokens // TUNING_TOKENS))
 
     @property
     def needs_calibration(self) -> bool:
@@ -238,12 +252,6 @@ def _with_method(value: Any) -> Any:
     scheme = SCHEMES.get(str(value.get("scheme"))) if isinstance(value, dict) else None
     if scheme is not None and scheme.methods is not None and "method" not in value:
         return {**value, "method": scheme.methods[0]}
-    return value
-
-
-def _with_tuning(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("tuning_steps") is None:
-        return {**value, "tuning_steps": TUNING_STEPS.get(str(value.get("method", "gptq")), 0)}
     return value
 
 

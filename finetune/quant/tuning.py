@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
+from finetune.engine.host_memory import give_back_freed_memory
 from finetune.quant.activations import InputRounding, quantized_inputs
 from finetune.quant.decoder import BlockCall
 from finetune.quant.methods import QuantizedWeight
 from finetune.quant.scales import dequantize
+from finetune.quant.settings import TUNING_TOKENS
 from finetune.quant.stream import BlockQuantizer, BlockResult, Stream
 
-TOKENS_PER_STEP = 2048
-"""Sequences of so many tokens make a step."""
 SCALE_RATE, NORM_RATE = 3e-3, 1e-3
 """Peak learning rates of Adam. What is tuned are relative changes: 3e-3 moves a scale by about one step of bfloat16."""
 BETAS, EPSILON = (0.9, 0.95), 1e-10
@@ -118,7 +118,7 @@ class ScaleTuner:
         Every rank saves the same; it is for ``save`` to know which one's is kept.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        per_step = max(1, TOKENS_PER_STEP // self._inputs.hidden[0].shape[1])
+        per_step = max(1, TUNING_TOKENS // self._inputs.hidden[0].shape[1])
         epochs = itertools.chain.from_iterable(self._batches(per_step, seed + epoch) for epoch in itertools.count())
         batches = list(itertools.islice(epochs, steps))
         targets = self._exact_outputs({chunk for batch in batches for chunk, _ in self._rows(batch)})
@@ -209,6 +209,7 @@ class ScaleTuner:
                     gradients[part] = x.grad
             tuned.step(self._gradients(changes), number=number, share=share)
             self._store(index, tuned)
+        give_back_freed_memory()
         return self._ranks.total(loss)
 
     def _gradients(self, changes: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -262,7 +263,8 @@ class ScaleTuner:
         device, dtype = self._decoder.device, self._inputs.dtype
         roundings = self._quantizer.input_roundings(index, block.quantized)
         straight = {name: rounding and partial(round_straight, rounding) for name, rounding in roundings.items()}
-        with self._decoder.block(index, block.tensors, dtype=dtype) as module:  # quantized weights come with each run
+        # Quantized weights come with each run. The next block takes the memory that this one leaves.
+        with self._decoder.block(index, block.tensors, dtype=dtype, give_back=False) as module:
 
             def run(values: dict[str, Tensor], call: BlockCall, hidden_BSD: Tensor) -> Tensor:
                 weights = {name: value.to(device, dtype) for name, value in values.items() if name in block.tensors}
