@@ -87,7 +87,14 @@ def test_every_flag_reaches_the_settings_of_the_report(
         (["--scheme", "w4a16", "--method", "gtpq"], ["--method", "gptq"]),
         (["--scheme", "w4a16"], ["needs `calibration:`"]),
         (["--scheme", "w4a16", "--method", "rtn", "--group-size", "many"], ["--group-size", "channel"]),
-        (["--scheme", "w4a16", "--method", "rtn", "--format", "bitsandbytes"], ["doesn't hold w4a16"]),
+        (
+            ["--scheme", "w4a16", "--method", "rtn", "--format", "bitsandbytes"],
+            ["doesn't hold w4a16", "fix: set `format` to one of"],
+        ),
+        (
+            ["--scheme", "nf4", "--method", "gptq", "--calibration", "x"],
+            ["by a rule of its own", "fix: set `method: rtn`"],
+        ),
         (["--scheme", "w8a8", "--method", "rtn", "--asymmetric"], ["symmetric"]),
         (["--scheme", "w4a16", "--method", "rtn", "--num-samples", "3"], ["--num-samples", "--calibration"]),
         (["--scheme", "w4a16", "--method", "rtn", "--override", "w8a16"], ["--override", "names layers"]),
