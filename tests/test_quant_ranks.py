@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,83 +20,23 @@ from finetune.errors import CheckpointError, DataError, RecipeError, ResourceErr
 from finetune.planning import plan_recipe
 from finetune.quant.quantize import quantize_model
 from finetune.quant.ranks import Ranks, Share, deal
-from finetune.quant.settings import QuantizeSettings
-from finetune.quant.stream import BlockQuantizer
 from finetune.recipe import load_recipe
 from finetune.stages.quantize import quantize
 from tests.families import tiny_model
+from tests.quantize_ranks import BY_THREE, NUM_TOKENS, jobs, run_jobs, settings_for
 from tests.test_quant_resume import hashes, report, stopped_after
-from tests.tiny import CORPUS, tiny_llama
-
-NUM_TOKENS = 24
-BY_THREE = ("tuned", "padded", "smoothed")
-"""Jobs that three ranks do, too."""
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from finetune.engine.launch import rank_process
-from finetune.quant.ranks import Ranks
-from tests.test_quant_ranks import run_jobs
-
-with rank_process("cpu", timeout_seconds=120) as (rank, size):
-    run_jobs(Path(sys.argv[1]), Ranks(rank, size))
-"""
-
-
-def settings_for(folder: Path, **values: Any) -> QuantizeSettings:
-    """On 7 samples, or the 8 that the text has, of which the last is padded."""
-    path = folder / "calibration.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS * 3), encoding="utf-8")
-    calibration = {"data": [{"path": str(path)}], "max_seq_length": NUM_TOKENS, "micro_batch_size": 2}
-    calibration["num_samples"] = values.pop("num_samples", 7)
-    values = {"calibration": calibration, "tuning_steps": 0, "verify": False, **values}
-    return QuantizeSettings(**({"group_size": 32} if "scheme" not in values else {}), **values)
-
-
-def jobs(folder: Path) -> dict[str, tuple[str, QuantizeSettings]]:
-    return {
-        "tuned": ("llama", settings_for(folder, tuning_steps=3)),
-        "spilled": ("llama", settings_for(folder, tuning_steps=3, activation_memory="1B")),
-        "padded": ("llama", settings_for(folder, num_samples=100, true_sequential=False, symmetric=False)),
-        "smoothed": ("llama", settings_for(folder, scheme="w8a8", num_samples=100)),
-        "static": ("llama", settings_for(folder, scheme="w8a8_static")),
-        "experts": ("mixtral", settings_for(folder, num_samples=100, tuning_steps=2)),
-        "shared_expert": ("qwen2_moe", settings_for(folder, num_samples=100)),
-        "scaled_experts": ("mixtral", settings_for(folder, num_samples=100, method="awq")),
-        "learned": ("llama", settings_for(folder, method="learned", rounding_iterations=10)),
-        "no_data": ("llama", QuantizeSettings(method="rtn", group_size=32, verify=False)),
-    }
-
-
-def run_jobs(folder: Path, ranks: Ranks) -> None:
-    """Quantize by every job; the Hessians of each block's first layers lie beside the model."""
-    caught: dict[str, Any] = {}
-    found = BlockQuantizer._hessians
-
-    def catching(self: BlockQuantizer, block: Any, index: int, *rest: Any) -> Any:
-        sums = found(self, block, index, *rest)
-        for name, total in sums.items():
-            caught.setdefault(f"{index}.{name}", (total.mean(), total.num_tokens, total.largest))
-        return sums
-
-    BlockQuantizer._hessians = catching  # type: ignore[method-assign]
-    try:
-        for name, (source, settings) in jobs(folder).items():
-            out = folder / f"{name}-{ranks.size}"
-            if ranks.size < 3 or name in BY_THREE:
-                chosen = settings.model_copy(update={"num_processes": ranks.size})
-                quantize_model(folder / source, settings=chosen, out=out, seed=0, ranks=ranks)
-            if ranks.is_first:
-                torch.save(caught, folder / f"{name}-{ranks.size}.hessians")
-            caught.clear()
-    finally:
-        BlockQuantizer._hessians = found  # type: ignore[method-assign]
+from tests.tiny import tiny_llama
 
 
 def run_on(folder: Path, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent.parent), *sys.path]))
-        run_ranks(["-c", PROGRAM, str(folder)], num_processes=size, device="cpu", log_dir=folder / "logs")
+        run_ranks(
+            [str(Path(__file__).with_name("quantize_ranks.py")), str(folder)],
+            num_processes=size,
+            device="cpu",
+            log_dir=folder / "logs",
+        )
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +98,7 @@ def compare(done: Path, name: str, size: int) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("padded", 2), ("padded", 3), ("static", 2), ("experts", 2)])
 def test_the_sums_are_those_of_all_samples(name: str, size: int, by_three: Path) -> None:
-    expected, found = (torch.load(by_three / f"{name}-{count}.hessians") for count in (1, size))
+    expected, found = (torch.load(by_three / f"{name}-{count}.pt")["hessians"] for count in (1, size))
     assert expected.keys() == found.keys()
     for key in (key for key in expected if key.startswith("0.")):
         mean_II, num_tokens, largest = expected[key]
@@ -168,6 +106,15 @@ def test_the_sums_are_those_of_all_samples(name: str, size: int, by_three: Path)
         if "q_proj" in key:  # nothing before it was quantized
             torch.testing.assert_close(found[key][0], mean_II, rtol=1e-5, atol=1e-6 * float(mean_II.max()))
             assert found[key][2] == largest
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_hold_the_same_model(size: int, by_three: Path) -> None:
+    for name, (_, settings) in jobs(by_three).items():
+        if size == 2 or name in BY_THREE:
+            first, *others = torch.load(by_three / f"{name}-{size}.pt")["held"]
+            assert len(first) >= (6 if settings.tuning_steps and name != "experts" else 2), name
+            assert others == [first] * (size - 1), name
 
 
 @pytest.mark.parametrize("size", [2, 3])
