@@ -28,9 +28,9 @@ EDITABLE_FILES = {"README.md", ".gitattributes"}
 def verify_folder(folder: Path, *, fresh_process: bool = True) -> dict[str, Any]:
     """Check a model folder and report what was found. Raises CheckpointError naming the file and its fault.
 
-    In order: configuration; weight files (headers, index, every tensor once); hashes against finetune.json or a
-    manifest; no NaN; quantization_config against the tensors; tied weights; tokenizer and chat template; then the
-    folder is loaded with plain transformers, in a process of its own where ``fresh_process``, and its logits are
+    In order: configuration; weight files (headers, index, every tensor once); no NaN; quantization_config against the
+    tensors; tied weights; tokenizer and chat template; hashes against finetune.json or a manifest; then the folder is
+    loaded with plain transformers, in a process of its own where ``fresh_process``, and its logits are
     compared with the probe.
 
     Returns {"folder", "num_tensors", "weights_bytes", "hashed_files" (how many), "quantization" (method or None),
@@ -42,11 +42,17 @@ def verify_folder(folder: Path, *, fresh_process: bool = True) -> dict[str, Any]
     warnings: list[str] = []
     config = read_config(folder)
     tensors = read_weights(folder)
-    hashed = _check_hashes(folder, warnings)
+    hashed, changed = 0, None
+    try:
+        hashed = _check_hashes(folder, warnings)
+    except CheckpointError as error:
+        changed = error  # raised where no check below says more exactly what is wrong
     check_finite(folder, tensors)
     quantization = check_quantization(folder, config, tensors)
     num_rows = _check_embeddings(folder, tensors)
     has_template = _check_tokenizer(folder, num_rows, warnings)
+    if changed is not None:
+        raise changed
     load = load_in_fresh_process(folder) if fresh_process else _load_here(folder)
     if load["probe"] is None:
         warnings.append("no verification.json: the logits were only checked to be finite")

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from finetune.engine.host_memory import give_back_freed_memory
 from finetune.errors import CheckpointError, RecipeError
 from finetune.quant.activations import (
     HessianSum,
@@ -279,6 +280,7 @@ class BlockQuantizer:
                 layers[name].weight = nn.Parameter(weight_values(weight, stream.dtype), requires_grad=False)
             for group in stage if METHODS[self.method].learns else ():
                 hessians.update(dict.fromkeys(group, inputs[group[0]].mean()))
+            give_back_freed_memory()  # what one stage leaves in pieces the next would take anew
         prefix = self.decoder.block_name(index) + "."
         of_experts = routed.describe(wanted)
         for entry in report:
