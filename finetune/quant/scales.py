@@ -13,8 +13,8 @@ SERIAL_ELEMENTS = 2**15 - 1
 """torch works on so few numbers with one thread. Loops of thousands of small steps stay below it: threads that meet
 after every step made a block take 50 s instead of 3 on two cores that others used as well."""
 COARSE = 2
-"""Steps between the ratios that are tried first. All of 27 ratios take three times as long (11 s of the 80 of a 135M
-model)."""
+"""Steps between the ratios that are tried first. All of 27 ratios take 1.7 times as long for 0.06% less of the weighted
+error; 4 steps save another third, for 0.3% more of it (and 4% more KL on a 135M model at int4 in groups of 64)."""
 _ROUNDER = 1.5 * 2**23
 """Where float32 holds whole numbers only: to add and subtract it rounds (half to even). torch.round would do the same,
 but starts threads from 2,048 numbers on: 2 ms a call on busy cores instead of 0.01."""
