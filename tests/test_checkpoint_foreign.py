@@ -387,6 +387,8 @@ def test_the_verb_reports_what_it_did(
     checkpoint = save_dcp(tmp_path / "checkpoint", {"model": weights})
     arguments = ["--out", str(tmp_path / "out"), "--dtype", "float32", "--max-shard-size", "200KB"]
     assert main(["consolidate", str(checkpoint), "--model", str(model), *arguments]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: ")
+    assert main(["consolidate", str(checkpoint), "--model", str(model), *arguments, "--json", "--force"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["kind"] == "dcp"
     assert report["num_shards"] > 1
