@@ -45,7 +45,7 @@ def jobs(folder: Path) -> dict[str, tuple[str, QuantizeSettings]]:
         "experts": ("mixtral", settings_for(folder, num_samples=100, tuning_steps=2)),
         "shared_expert": ("qwen2_moe", settings_for(folder, num_samples=100)),
         "scaled_experts": ("mixtral", settings_for(folder, num_samples=100, method="awq")),
-        "learned": ("llama", settings_for(folder, method="learned", rounding_iterations=10)),
+        "learned": ("llama", settings_for(folder, method="learned", rounding_iterations=60)),
         "no_data": ("llama", QuantizeSettings(method="rtn", group_size=32, verify=False)),
     }
 
