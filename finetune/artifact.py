@@ -85,10 +85,10 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from cause
 
 
-def write_record(folder: Path, *, made_by: str, version: str) -> None:
-    """Write ``finetune.json`` over every file of ``folder``; ``made_by`` is the verb."""
-    files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in record_files(folder).items()}
-    files.pop(RECORD_NAME, None)
+def write_record(folder: Path, *, made_by: str, version: str, exclude: tuple[str, ...] = ()) -> None:
+    """Write ``finetune.json`` over every file of ``folder`` but ``exclude``; ``made_by`` is the verb."""
+    records = record_files(folder, exclude=(RECORD_NAME, MANIFEST_NAME, *exclude))
+    files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in records.items()}
     record = {"format": RECORD_FORMAT, "finetune_version": version, "made_by": made_by, "files": files}
     write_json(folder / RECORD_NAME, record)
 

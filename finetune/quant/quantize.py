@@ -194,7 +194,8 @@ def quantize_model(
         summary["seconds"] = round(time.perf_counter() - started, 2)
         layers = describe_layers(done.layers, schemes, shapes, sizes)
         write_report(folder, {**summary, "blocks": done.blocks, "layers": layers})
-        write_record(folder, made_by="quantize", version=finetune.__version__)
+        # The report holds times: the record of the same model is to be the same file.
+        write_record(folder, made_by="quantize", version=finetune.__version__, exclude=(REPORT_NAME, PLOT_NAME))
     work.remove()
     return summary
 
