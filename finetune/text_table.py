@@ -16,6 +16,24 @@ def figure(value: float, spec: str) -> str:
     return f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.2e}"
 
 
+SPECS = {
+    "perplexity": ".3f",
+    "perplexity_ratio": ".4f",
+    "kl": ".5f",
+    "top1_agreement": ".2%",
+    "exact_match": ".1%",
+    "bits_per_weight": ".2f",
+}
+"""How each figure of a model is written."""
+
+
+def figure_of(name: str, value: float | None) -> str:
+    """The figure ``name`` of a model, blank where there is none; ``…_bytes`` in MB."""
+    if value is None:
+        return ""
+    return figure(value / 1e6, ".1f") if name.endswith("_bytes") else figure(value, SPECS[name])
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """A table of lines: the heading, a rule, and the rows; the first column to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

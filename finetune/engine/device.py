@@ -25,10 +25,15 @@ def resolve_launch(launch: LaunchSettings) -> LaunchSettings:
     device = choose_device(launch.device)
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_processes = launch.num_processes or max(1, num_gpus)
-    if device == "cuda" and num_processes > num_gpus:
+    require_gpus(num_processes, device, where="launch.num_processes")
+    return launch.model_copy(update={"device": device, "num_processes": num_processes})
+
+
+def require_gpus(num_processes: int, device: str, *, where: str) -> None:
+    """Raise ResourceError, naming the setting ``where``, for more processes on cuda than GPUs."""
+    if device == "cuda" and num_processes > (num_gpus := torch.cuda.device_count()):
         raise ResourceError(
             f"{num_processes} processes need as many GPUs, there are {num_gpus}",
-            where="launch.num_processes",
-            fix=f"set launch.num_processes to at most {num_gpus}",
+            where=where,
+            fix=f"set {where} to at most {num_gpus}",
         )
-    return launch.model_copy(update={"device": device, "num_processes": num_processes})

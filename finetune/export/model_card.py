@@ -10,17 +10,17 @@ from typing import Any
 
 import yaml
 
-from finetune.text_table import figure
+from finetune.text_table import figure_of
 
 TRAINING_KINDS = ("pretrain", "sft", "dpo")
 
 FIGURES = {
-    "perplexity": ("Perplexity", ".3f"),
-    "perplexity_ratio": ("Ratio to reference", ".4f"),
-    "kl": ("KL to reference (nats/token)", ".5f"),
-    "top1_agreement": ("Top-1 agreement", ".2%"),
-    "exact_match": ("Exact match", ".1%"),
-    "size_bytes": ("Weights (MB)", ".1f"),
+    "perplexity": "Perplexity",
+    "perplexity_ratio": "Ratio to reference",
+    "kl": "KL to reference (nats/token)",
+    "top1_agreement": "Top-1 agreement",
+    "exact_match": "Exact match",
+    "size_bytes": "Weights (MB)",
 }
 TRAINING_SETTINGS = (
     "max_seq_length",
@@ -162,14 +162,10 @@ def _evaluation(facts: CardFacts) -> str:
     if not facts.evaluation:
         return ""
     shown = [key for key in FIGURES if any(key in figures for figures in facts.evaluation.values())]
-    lines = ["## Evaluation", "", "| Model | " + " | ".join(FIGURES[key][0] for key in shown) + " |"]
+    lines = ["## Evaluation", "", "| Model | " + " | ".join(FIGURES[key] for key in shown) + " |"]
     lines.append("|---" + "|---:" * len(shown) + "|")
     for name, figures in facts.evaluation.items():
-        cells = []
-        for key in shown:
-            value = figures.get(key)
-            scaled = value / 1e6 if value is not None and key == "size_bytes" else value
-            cells.append("" if scaled is None else figure(scaled, FIGURES[key][1]))
+        cells = [figure_of(key, figures.get(key)) for key in shown]
         label = f"**{_cell(name)} (this model)**" if name == facts.evaluated_as else _cell(name)
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     notes = _evaluation_notes(facts)
@@ -206,19 +202,22 @@ def _quantization_cost(facts: CardFacts) -> str:
     stage = next((stage for stage in reversed(facts.stages) if stage.get("kind") == "quantize"), None)
     report = (stage or {}).get("metrics") or {}
     figures = report.get("end_to_end") or {}
-    rows = []
-    for key, shown, (before, after) in (
-        ("Weights (MB)", ".1f", (report.get("source_bytes"), report.get("output_bytes"))),
-        ("Bits a quantized weight", ".2f", (None, report.get("bits_per_weight"))),
-        ("Perplexity", ".3f", (figures.get("unquantized_perplexity"), figures.get("perplexity"))),
-        ("Perplexity ratio", ".4f", (None, figures.get("perplexity_ratio"))),
-        ("KL (nats/token)", ".5f", (None, figures.get("kl"))),
-        ("Top-1 agreement", ".1%", (None, figures.get("top1_agreement"))),
-    ):
-        if after is not None:
-            scale = 1e6 if shown == ".1f" else 1
-            cells = ["" if value is None else figure(value / scale, shown) for value in (before, after)]
-            rows.append(f"| {key} | {cells[0]} | {cells[1]} |")
+    agreement = figures.get("top1_agreement")
+    rows = [
+        f"| {heading} | {before} | {after} |"
+        for heading, before, after in (
+            ("Weights (MB)", *(figure_of(key, report.get(key)) for key in ("source_bytes", "output_bytes"))),
+            ("Bits a quantized weight", "", figure_of("bits_per_weight", report.get("bits_per_weight"))),
+            (
+                "Perplexity",
+                *(figure_of("perplexity", figures.get(key)) for key in ("unquantized_perplexity", "perplexity")),
+            ),
+            ("Perplexity ratio", "", figure_of("perplexity_ratio", figures.get("perplexity_ratio"))),
+            ("KL (nats/token)", "", figure_of("kl", figures.get("kl"))),
+            ("Top-1 agreement", "", "" if agreement is None else f"{agreement:.1%}"),
+        )
+        if after
+    ]
     if not rows:
         return ""
     table = "\n".join(["## What quantization cost", "", "| | Before | After |", "|---|---:|---:|", *rows])

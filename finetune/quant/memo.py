@@ -51,7 +51,8 @@ class ForwardMemo:
 
     @contextmanager
     def skipping(self, chunk: int, device: Any) -> Iterator[None]:
-        """Within: parts whose last layer's inputs of ``chunk`` are known are computed from those."""
+        """Within: parts whose last layer's inputs of ``chunk`` are known are computed from those, and modules that only
+        made a known input return it."""
         with ExitStack() as stack:
             for layer, kept in list(self._kept.items()):
                 if len(kept) != self._num_chunks:
@@ -116,10 +117,11 @@ def _parts(
                 ends[layer], rests[layer] = name, rest
                 break
     makers: dict[str, str] = {}
-    for layer in layers:
+    for layer in (layer for layer in layers if layer in read and layer not in ends):
         for name, output in returned.items():
-            holds_linear = any(isinstance(module, nn.Linear) for module in block.get_submodule(name).modules())
-            if layer not in ends and isinstance(output, Tensor) and output is read.get(layer) and not holds_linear:
+            if output is not read[layer] or not isinstance(output, Tensor):
+                continue
+            if not any(isinstance(module, nn.Linear) for module in block.get_submodule(name).modules()):
                 makers[layer] = name
                 break
     return ends, rests, makers

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.quant.report import PLOT_NAME, REPORT_NAME
-from finetune.text_table import aligned, figure
+from finetune.text_table import aligned, figure, figure_of
 
 
 def format_report(report: Mapping[str, Any], folder: Path) -> str:
@@ -37,17 +37,17 @@ def format_report(report: Mapping[str, Any], folder: Path) -> str:
 def _rows(report: Mapping[str, Any]) -> list[list[str]]:
     rows = [
         ["", "unquantized", "quantized"],
-        ["size (MB)", *(figure(report[key] / 1e6, ".1f") for key in ("source_bytes", "output_bytes"))],
-        ["bits a weight", "", figure(report["bits_per_weight"], ".2f")],
+        ["size (MB)", *(figure_of(key, report[key]) for key in ("source_bytes", "output_bytes"))],
+        ["bits a weight", "", figure_of("bits_per_weight", report["bits_per_weight"])],
     ]
     figures = report["end_to_end"]
     if figures is not None:
-        before, after = (figure(figures[key], ".3f") for key in ("unquantized_perplexity", "perplexity"))
+        before, after = (figure_of("perplexity", figures[key]) for key in ("unquantized_perplexity", "perplexity"))
         rows += [
             ["perplexity", before, after],
-            ["perplexity ratio", "", figure(figures["perplexity_ratio"], ".4f")],
-            ["KL (nats/token)", "", figure(figures["kl"], ".5f")],
-            ["top-1 agreement", "", figure(figures["top1_agreement"], ".2%")],
+            ["perplexity ratio", "", figure_of("perplexity_ratio", figures["perplexity_ratio"])],
+            ["KL (nats/token)", "", figure_of("kl", figures["kl"])],
+            ["top-1 agreement", "", figure_of("top1_agreement", figures["top1_agreement"])],
         ]
     return rows
 

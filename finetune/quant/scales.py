@@ -70,7 +70,7 @@ def searched_scales(
 ) -> tuple[Tensor, dict[str, float]]:
     """scale_OG of least rounding error, each weight's squared error weighted by its input's ``importance_I`` (>= 0).
 
-    Tried for each group: both signs of the scale times every fourth of ``ratios`` (which go down evenly) of its
+    Tried for each group: both signs of the scale times one in COARSE of ``ratios`` (which go down evenly) of its
     unclipped size, then the ratios around the best. Scales are rounded to ``scale_dtype`` before their error is
     measured, so the winner is the best of what was tried that can be stored.
     """

@@ -174,7 +174,7 @@ class QuantizeSettings(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         _check_weights(self.scheme, self.group_size, symmetric=self.symmetric)
-        for scheme in (self.scheme, *(override.scheme for override in self.overrides)):
+        for scheme in self._scheme_names:
             methods = SCHEMES[scheme].methods
             if methods is not None and self.method not in methods:
                 raise ValueError(f"{scheme} finds its codes by a rule of its own; set `method: {methods[0]}`")
@@ -214,22 +214,27 @@ class QuantizeSettings(Section):
         """The steps that ``num_tokens`` of calibration text are tuned on."""
         if self.tuning_steps is not None:
             return self.tuning_steps
-        schemes = [SCHEMES[scheme] for scheme in (self.scheme, *(override.scheme for override in self.overrides))]
-        if all(scheme.weights.num_bits > TUNED_BITS or scheme.weights.type != "int" for scheme in schemes):
+        weights = [SCHEMES[scheme].weights for scheme in self._scheme_names]
+        if all(args.num_bits > TUNED_BITS or args.type != "int" for args in weights):
             return 0
         return min(TUNING_STEPS.get(self.method, 0), -(-TUNING_EPOCHS * num_tokens // TUNING_TOKENS))
 
     @property
+    def _scheme_names(self) -> list[str]:
+        return [self.scheme, *(override.scheme for override in self.overrides)]
+
+    @property
     def needs_calibration(self) -> bool:
-        schemes = (self.scheme, *(override.scheme for override in self.overrides))
-        kept_scales = [args for scheme in schemes if (args := SCHEMES[scheme].activations) and not args.dynamic]
+        kept_scales = [
+            args for scheme in self._scheme_names if (args := SCHEMES[scheme].activations) and not args.dynamic
+        ]
         return self.method != "rtn" or bool(kept_scales) or bool(self.tuning_steps)
 
     @property
     def uses_calibration(self) -> bool:
         """Whether data changes the result: to round int8 inputs well takes some, whatever the method."""
-        schemes = (self.scheme, *(override.scheme for override in self.overrides))
-        return self.needs_calibration or any(SCHEMES[scheme].activations is not None for scheme in schemes)
+        rounds_inputs = any(SCHEMES[scheme].activations is not None for scheme in self._scheme_names)
+        return self.needs_calibration or rounds_inputs
 
     @property
     def format_name(self) -> str:

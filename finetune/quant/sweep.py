@@ -35,7 +35,7 @@ from finetune.quant.settings import QuantizeSettings
 from finetune.quant.shards import stored_tensors
 from finetune.quant.stream import CALIBRATION_DTYPE, BlockQuantizer, BlockResult, Stream
 from finetune.quant.writers import WRITERS, Writer
-from finetune.text_table import aligned, figure
+from finetune.text_table import aligned, figure_of
 
 SWEEP_NAME = "sweep.json"
 PLOT_NAME = "sweep.png"
@@ -217,12 +217,12 @@ def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 COLUMNS = {
-    "bits_per_weight": ("bits a weight", ".2f"),
-    "output_bytes": ("size (MB)", ".1f"),
-    "perplexity": ("perplexity", ".3f"),
-    "perplexity_ratio": ("ratio", ".4f"),
-    "kl": ("KL (nats/token)", ".5f"),
-    "top1_agreement": ("top-1 agreement", ".2%"),
+    "bits_per_weight": "bits a weight",
+    "output_bytes": "size (MB)",
+    "perplexity": "perplexity",
+    "perplexity_ratio": "ratio",
+    "kl": "KL (nats/token)",
+    "top1_agreement": "top-1 agreement",
 }
 
 
@@ -233,12 +233,7 @@ def format_sweep(sweep: Mapping[str, Any], folder: Path) -> str:
         "output_bytes": sweep["source_bytes"],
         "perplexity": sweep["variants"][0]["unquantized_perplexity"],
     }
-    rows = [["scheme", *(heading for heading, _ in COLUMNS.values())]]
+    rows = [["scheme", *COLUMNS.values()]]
     for entry in (unquantized, *sweep["variants"]):
-        cells = []
-        for key, (_, shown) in COLUMNS.items():
-            value = entry.get(key)
-            scaled = value / 1e6 if key == "output_bytes" else value
-            cells.append("" if scaled is None else figure(scaled, shown))
-        rows.append([entry["name"], *cells])
+        rows.append([entry["name"], *(figure_of(key, entry.get(key)) for key in COLUMNS)])
     return f"{aligned(rows)}\n\nreport: {folder / SWEEP_NAME}\nplot:   {folder / PLOT_NAME}"

@@ -16,7 +16,8 @@ Shapes: B sequences, S tokens, D hidden size, V vocabulary, N positions; O, G as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,7 @@ from finetune.quant.decoder import BlockCall
 from finetune.quant.methods import QuantizedWeight
 from finetune.quant.scales import dequantize
 from finetune.quant.settings import TUNING_TOKENS
+from finetune.quant.spill import OneOf
 from finetune.quant.stream import BlockQuantizer, BlockResult, Stream
 
 SCALE_RATE, NORM_RATE = 3e-3, 1e-3
@@ -79,23 +81,6 @@ Rows = list[tuple[int, slice]]
 Run = Callable[[dict[str, Tensor], BlockCall, Tensor], Tensor]
 
 
-class _ByChunk(Mapping[int, Tensor]):
-    """Entries of a list, each under the number of its chunk; one is read only when it is asked for."""
-
-    def __init__(self, entries: Sequence[Tensor], chunks: Sequence[int]) -> None:
-        self._entries = entries
-        self._positions = {chunk: position for position, chunk in enumerate(chunks)}
-
-    def __getitem__(self, chunk: int) -> Tensor:
-        return self._entries[self._positions[chunk]]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._positions)
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-
 class ScaleTuner:
     """``inputs`` holds the calibration samples as they enter the first block; ``load(i)`` gives the quantized block i,
     ``folder``, of this rank alone, is for what memory shouldn't hold; its content is dropped."""
@@ -124,7 +109,7 @@ class ScaleTuner:
         targets = self._exact_outputs({chunk for batch in batches for chunk, _ in self._rows(batch)})
         for index in range(self._num_blocks):
             block = self._load(index)
-            self._write(self._folder / f"block-{index}", _flat(block))
+            self._write(self._folder / f"block-{index}", _flat(_parts_of(block)))
             self._store(index, _Tuned.untouched(block))
         losses = []
         with self._decoder.head(dtype=self._inputs.dtype) as head:
@@ -146,8 +131,8 @@ class ScaleTuner:
             save(index, BlockResult(tensors, quantized, block.report))
         return losses
 
-    def _exact_outputs(self, chunks: set[int]) -> Mapping[int, Tensor]:
-        """What leaves the last unquantized block, (B, S, D) for each of ``chunks``."""
+    def _exact_outputs(self, chunks: set[int]) -> Mapping[int, OneOf]:
+        """What leaves the last unquantized block, (B, S, D) for each of ``chunks``, read when it is asked for."""
         inputs, order = self._inputs, sorted(chunks)
         masks, calls = [inputs.masks[chunk] for chunk in order], [inputs.calls[chunk] for chunk in order]
         exact = Stream(inputs.storage("exact"), masks, calls, inputs.dtype)
@@ -155,7 +140,7 @@ class ScaleTuner:
         for index in range(self._num_blocks):
             with self._decoder.block(index, self._decoder.load_block(index), dtype=exact.dtype) as block:
                 exact.advance(block, index, self._decoder.device)
-        return _ByChunk(exact.hidden, order)
+        return {chunk: OneOf(exact.hidden, position) for position, chunk in enumerate(order)}
 
     def _batches(self, per_step: int, seed: int) -> Iterator[list[range]]:
         """The numbers of each step's sequences: chunks in an order drawn from ``seed``, each cut to steps."""
@@ -177,7 +162,7 @@ class ScaleTuner:
     def _step(
         self,
         batch: list[range],
-        targets: Mapping[int, Tensor],
+        targets: Mapping[int, OneOf],
         head: Callable[[Tensor], Tensor],
         *,
         number: int,
@@ -227,7 +212,7 @@ class ScaleTuner:
         self,
         hidden: list[Tensor],
         step: Rows,
-        targets: Mapping[int, Tensor],
+        targets: Mapping[int, OneOf],
         head: Callable[[Tensor], Tensor],
         *,
         num_tokens: int,
@@ -242,7 +227,7 @@ class ScaleTuner:
         for (chunk, rows), x, mask_BS in zip(step, hidden, masks, strict=True):
             keep_BS = mask_BS.to(x.device)
             leaf_ND = x.detach()[keep_BS].requires_grad_()
-            exact_ND = targets[chunk][rows].to(x.device)[keep_BS]
+            exact_ND = targets[chunk][0][rows].to(x.device)[keep_BS]
             for start in range(0, len(leaf_ND), POSITIONS_PER_CHUNK):
                 positions = slice(start, start + POSITIONS_PER_CHUNK)
                 with torch.no_grad():
@@ -278,57 +263,52 @@ class ScaleTuner:
 
     def _block_as_stored(self, index: int) -> BlockResult:
         """What ``load`` gives but the report, without unpacking the storage format at each step."""
-        return _unflat(load_file(self._folder / f"block-{index}"))
+        parts = _by_part(load_file(self._folder / f"block-{index}"))
+        quantized = {
+            name: QuantizedWeight(
+                codes=codes_OI,
+                scale=parts["scale"][name],
+                zero_point=parts["zero_point"].get(name),
+                input_scale=parts["input_scale"].get(name),
+            )
+            for name, codes_OI in parts["codes"].items()
+        }
+        return BlockResult(parts["rest"], quantized, [])
 
     def _store(self, index: int, tuned: _Tuned) -> None:
         parts = {"change": tuned.change, "mean": tuned.mean, "square": tuned.square}
-        flat = {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
-        self._write(self._folder / f"tuned-{index}", flat)
+        self._write(self._folder / f"tuned-{index}", _flat(parts))
 
     def _restore(self, index: int) -> _Tuned:
         flat = load_file(self._folder / f"tuned-{index}")
-        parts: dict[str, dict[str, Tensor]] = {"change": {}, "mean": {}, "square": {}}
-        for key, tensor in flat.items():
-            part, _, name = key.partition(":")
-            parts[part][name] = tensor.clone()
-        return _Tuned(**parts)
+        parts = _by_part({key: tensor.clone() for key, tensor in flat.items()})
+        return _Tuned(parts["change"], parts["mean"], parts["square"])
 
     def _write(self, path: Path, tensors: dict[str, Tensor]) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-_PARTS = ("codes", "scale", "zero_point", "input_scale")
+def _parts_of(block: BlockResult) -> dict[str, dict[str, Tensor]]:
+    """Everything a block computes with, by part and name."""
+    assert all(weight.type == "int" for weight in block.quantized.values()), "the settings refuse to tune other types"
+    parts = {"rest": block.tensors}
+    for part in ("codes", "scale", "zero_point", "input_scale"):
+        values = {name: getattr(weight, part) for name, weight in block.quantized.items()}
+        parts[part] = {name: value for name, value in values.items() if value is not None}
+    return parts
 
 
-def _flat(block: BlockResult) -> dict[str, Tensor]:
-    """Everything a block computes with, by names that ``_unflat`` takes apart."""
-    flat = {f"rest:{name}": tensor for name, tensor in block.tensors.items()}
-    for name, weight in block.quantized.items():
-        assert weight.type == "int", "the settings refuse to tune types with a rule of their own"
-        parts = {part: getattr(weight, part) for part in _PARTS}
-        flat |= {f"{part}:{name}": tensor for part, tensor in parts.items() if tensor is not None}
-    return flat
+def _flat(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
-def _unflat(flat: dict[str, Tensor]) -> BlockResult:
-    rest: dict[str, Tensor] = {}
-    weights: dict[str, dict[str, Tensor]] = {}
+def _by_part(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The inverse of ``_flat``; a part of which nothing was there is empty."""
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, tensor in flat.items():
         part, _, name = key.partition(":")
-        if part == "rest":
-            rest[name] = tensor
-        else:
-            weights.setdefault(name, {})[part] = tensor
-    quantized = {
-        name: QuantizedWeight(
-            codes=parts["codes"],
-            scale=parts["scale"],
-            zero_point=parts.get("zero_point"),
-            input_scale=parts.get("input_scale"),
-        )
-        for name, parts in weights.items()
-    }
-    return BlockResult(rest, quantized, [])
+        parts[part][name] = tensor
+    return parts
 
 
 def _is_tuned(tensor: Tensor) -> bool:

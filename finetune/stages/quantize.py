@@ -17,9 +17,9 @@ from finetune.train.settings import TrainSettings
 
 
 class QuantizeStage(QuantizeSettings, StageSettings):
-    not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | {
-        *("verify", "activation_memory", "num_processes"),
-    }
+    not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | frozenset(
+        {"verify", "activation_memory", "num_processes"}
+    )
     calibration_is_complete: ClassVar[bool] = False
 
 
@@ -66,6 +66,7 @@ def quantize(
     ``timeout_seconds`` is how long a rank may wait for another. Raises what ``quantize_model`` does, ResourceError for
     more processes than GPUs or where one was lost. What the ranks but the first wrote is kept only then.
     """
+    from finetune.engine.device import require_gpus
     from finetune.engine.launch import TIMEOUT_SECONDS, run_ranks
     from finetune.export.verify import load_in_fresh_process
     from finetune.quant.quantize import quantize_model
@@ -80,7 +81,7 @@ def quantize(
             verify=load_in_fresh_process,
             restart=restart,
         )
-    _require_gpus(settings.num_processes, device)
+    require_gpus(settings.num_processes, device, where="num_processes")
     logs = out.with_name(out.name + ".logs")
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         job = {
@@ -135,17 +136,6 @@ def quantize_rank(scratch: Path) -> None:
         )
         if rank == 0:
             write_json(scratch / _SUMMARY_NAME, summary)
-
-
-def _require_gpus(num_processes: int, device: str) -> None:
-    import torch
-
-    if device == "cuda" and num_processes > (num_gpus := torch.cuda.device_count()):
-        raise ResourceError(
-            f"{num_processes} processes need as many GPUs, there are {num_gpus}",
-            where="num_processes",
-            fix=f"set it to at most {num_gpus}",
-        )
 
 
 def data_files(settings: QuantizeStage) -> list[str]:
