@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from finetune.data.dataset import TokenDataset, TokenRow
 from finetune.data.holdout import hold_out
-from finetune.data.tokens import TokenDataset, TokenRow
 from finetune.errors import DataError
 
 

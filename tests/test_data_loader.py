@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.data.dataset import TokenDataset, TokenRow
 from finetune.data.loader import Batch, StepLoader
 from finetune.data.packing import pack_rows
-from finetune.data.tokens import TokenDataset, TokenRow
 
 PAD = 0
 

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers, processors
 
+from finetune.data.dataset import TokenDataset
 from finetune.data.settings import DatasetSettings
 from finetune.data.template import stop_token_ids
-from finetune.data.tokens import TokenDataset, tokenize_dataset
+from finetune.data.tokens import tokenize_dataset
 from finetune.errors import DataError
 from tests.data_templates import CASES, LLAMA3, MARKED, tokenizer_with
 from tests.tiny import CHATML_TEMPLATE, tiny_tokenizer

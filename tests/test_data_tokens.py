@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
+from finetune.data.dataset import TokenDataset
 from finetune.data.prompts import load_prompts
 from finetune.data.settings import DatasetSettings
-from finetune.data.tokens import TokenDataset, tokenize_dataset
+from finetune.data.tokens import tokenize_dataset
 from finetune.errors import DataError
 from tests.tiny import tiny_tokenizer
 

@@ -147,6 +147,8 @@ def test_the_gradient_is_that_of_the_whole_models_loss(tmp_path: Path) -> None:
 def test_best_beats_its_start_in_every_format_and_same_command_same_bytes(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
+    if values.get("format") == "gguf":
+        pytest.importorskip("gguf")
     source = tiny_llama(tmp_path / "source", num_layers=3, dtype="bfloat16")
     figures = {}
     for name, steps in (("start", 0), ("tuned", 24), ("again", 24)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from finetune.data.tokens import TokenDataset
+from finetune.data.dataset import TokenDataset
 from finetune.errors import DataError
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from finetune.data.dataset import TokenDataset
 from finetune.data.packing import pack_rows
-from finetune.data.tokens import TokenDataset
 
 NO_TARGET = -100
 PADDING_DOCUMENT = -1

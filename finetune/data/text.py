@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from finetune.data.formats import Document
+from finetune.data.formats import Completion, Conversation, Document, Preference
 from finetune.data.settings import DatasetSettings
 from finetune.data.sources import read_examples
-from finetune.errors import DataError
 
 
 def raw_texts(sources: Sequence[DatasetSettings]) -> Iterator[str]:
@@ -16,5 +16,13 @@ def raw_texts(sources: Sequence[DatasetSettings]) -> Iterator[str]:
         for example, _ in read_examples(source):
             if isinstance(example, Document):
                 yield example.text
-            elif not isinstance(example, DataError):
-                yield from (message["content"] for message in example.messages)
+            elif isinstance(example, Completion):
+                yield example.prompt + example.completion
+            elif isinstance(example, Conversation):
+                yield from _contents(example.messages)
+            elif isinstance(example, Preference):
+                yield from _contents([*example.prompt, *example.chosen, *example.rejected])
+
+
+def _contents(messages: list[dict[str, Any]]) -> Iterator[str]:
+    return (content for message in messages if isinstance(content := message.get("content"), str))

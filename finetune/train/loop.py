@@ -22,9 +22,10 @@ from finetune.checkpoint.commit import (
     remove_newer_checkpoints,
     save_checkpoint,
 )
+from finetune.data.dataset import TokenDataset
 from finetune.data.holdout import hold_out
 from finetune.data.loader import Batch, StepLoader
-from finetune.data.tokens import TokenDataset, tokenize_dataset
+from finetune.data.tokens import tokenize_dataset
 from finetune.engine.build import build_engine, needs_process_group
 from finetune.engine.launch import process_group
 from finetune.engine.protocol import AdamWSettings, Engine, MicroBatch, StepResult

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.artifact import BEFORE_NAME
 from finetune.checkpoint.commit import Found
-from finetune.data.tokens import TokenDataset
+from finetune.data.dataset import TokenDataset
 from finetune.errors import CheckpointError
 from finetune.train.settings import TrainSettings
 

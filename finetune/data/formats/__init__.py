@@ -17,6 +17,8 @@ class Conversation:
     messages: list[dict[str, Any]]
     trained: tuple[int, ...]
     """Positions in ``messages`` of the assistant's turns that are learnt."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the functions that may be called, as a chat template takes them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,34 @@ class Document:
     text: str
 
 
-Example = Conversation | Document
+@dataclass(frozen=True)
+class Completion:
+    """A plain text and what goes on from it, which alone is learnt."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """A row that was tokenized elsewhere."""
+
+    input_ids: list[int]
+    labels: list[int] | None
+    """As long as ``input_ids``; -100 where the token at that place is not learnt. None: all are."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A conversation so far and two ways on, the first of which people preferred."""
+
+    prompt: list[dict[str, Any]]
+    chosen: list[dict[str, Any]]
+    rejected: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+Example = Conversation | Document | Completion | TokenIds | Preference
 
 
 @dataclass(frozen=True)
