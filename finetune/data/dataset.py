@@ -14,8 +14,11 @@ COUNTS = (
     "dropped_without_target",
     "truncated",
     "split",  # documents cut into pieces
+    "split_by_turn",  # conversations whose turns became rows of their own, as `history: split` says
+    "cut_to_last_turn",  # conversations of which only the last turn is learnt, as `history: last` says
     "empty_replies",
-    "control_tokens_in_content",  # special tokens written out in a message
+    "control_tokens_in_content",  # special tokens written out in a message or a text
+    "texts_with_control_tokens",  # documents and completions that hold any
     "tokens",
     "supervised_tokens",
 )
@@ -27,6 +30,8 @@ class TokenRow:
     """int32 (T,)"""
     loss_mask: np.ndarray
     """bool (T,): True where the token is a target, to be predicted from those before it. Never True at position 0."""
+    place: str = ""
+    """``file:line`` of the row it was made from."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from finetune.data.dataset import COUNTS, TokenRow
 from finetune.data.formats import Conversation, Document, Example
 from finetune.data.overlong import cut_conversation, split_document
 from finetune.data.replies import ReplyFinder
-from finetune.data.template import Encoded, TurnShape, encode_texts, read_turn_shape, render
+from finetune.data.template import Encoded, TurnShape, encode_texts, read_turn_shape, render, stop_token_ids
 from finetune.errors import DataError
 
 Overlong = Literal["drop", "truncate", "error", "split"]
@@ -30,6 +30,8 @@ class RowEncoder:
         self.train_on = train_on
         self.rows: list[TokenRow] = []
         self.counts: Counter[str] = Counter()
+        self.stop_ids: list[int] = stop_token_ids(tokenizer)
+        """At which generation must stop: eos, and the template's end of turn where it is another."""
         self._shape: TurnShape | None = None
         self._replies: ReplyFinder | None = None
         self._controls: re.Pattern[str] | None = None
@@ -48,12 +50,12 @@ class RowEncoder:
         assert self.counts.keys() <= set(COUNTS)
         return {name: self.counts[name] for name in COUNTS}
 
-    def _keep(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+    def _keep(self, input_ids: np.ndarray, loss_mask: np.ndarray, place: str) -> None:
         supervised = int(np.count_nonzero(loss_mask))
         if not supervised:
             self.counts["dropped_without_target"] += 1
             return
-        self.rows.append(TokenRow(input_ids, loss_mask))
+        self.rows.append(TokenRow(input_ids, loss_mask, place))
         self.counts["kept"] += 1
         self.counts["tokens"] += len(input_ids)
         self.counts["supervised_tokens"] += supervised
@@ -98,7 +100,7 @@ class RowEncoder:
                     pieces = split_document(input_ids, self.max_seq_length)
                     self.counts["split"] += 1
             for piece in pieces:
-                self._keep(piece, _all_but_first(len(piece)))
+                self._keep(piece, _all_but_first(len(piece)), place)
 
     def _add_conversations(self, conversations: list[tuple[Conversation, str]], skip_invalid: bool) -> None:
         if self.train_on == "assistant" and self._shape is None:
@@ -164,7 +166,7 @@ class RowEncoder:
                 return
             input_ids, mask = cut
             self.counts["truncated"] += 1
-        self._keep(input_ids, mask)
+        self._keep(input_ids, mask, place)
 
     def _count_content(self, conversations: list[tuple[Conversation, str]]) -> None:
         if self._controls is None:
