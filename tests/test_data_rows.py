@@ -76,10 +76,10 @@ FAULTS = {
     "null text": ("a.jsonl", lines(TEXT, {"text": None}), ":2", "`text` of the row is null"),
     "missing text": ("a.jsonl", lines(TEXT, {"texts": "a"}), ":2", "no field `text`"),
     "number for text": ("a.jsonl", lines(TEXT, {"text": 3}), ":2", "must be text, not int"),
-    "unknown columns": ("a.jsonl", lines({"question": "a", "answer": "b"}), ":1", "columns question, answer"),
+    "unknown columns": ("a.jsonl", lines({"thema": "a", "body": "b"}), ":1", "columns `thema`, `body`"),
     "two formats fit": ("a.jsonl", lines({"text": "a", "messages": []}), ":1", "several formats: messages, text"),
     "no messages": ("a.jsonl", lines({"messages": []}), ":1", "`messages` is empty"),
-    "null messages": ("a.jsonl", lines({"messages": None}), ":1", "`messages` is null"),
+    "null messages": ("a.jsonl", lines({"messages": None}), ":1", "`messages` is missing or null"),
     "null content": (
         "a.jsonl",
         lines({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}),
@@ -95,7 +95,7 @@ FAULTS = {
         ":1",
         "must be 0 or 1",
     ),
-    "tools": ("a.jsonl", lines({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}), ":1", "`tools`"),
+    "tools": ("a.jsonl", lines({"messages": [{"role": "user", "content": "a"}], "tools": [3]}), ":1", "`tools`"),
     "null output": ("a.jsonl", lines({"instruction": "a", "output": None}), ":1", "`output` of the row is null"),
     "history of strings": (
         "a.jsonl",
