@@ -5,29 +5,35 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from finetune.data.dataset import COUNTS, TokenRow
 from finetune.data.formats import Conversation, Document, Example
+from finetune.data.options import DEFAULT_CHAT_OPTIONS, ChatOptions, Overlong, TrainOn
 from finetune.data.overlong import cut_conversation, split_document
 from finetune.data.replies import ReplyFinder
 from finetune.data.template import Encoded, TurnShape, encode_texts, read_turn_shape, render, stop_token_ids
 from finetune.errors import DataError
 
-Overlong = Literal["drop", "truncate", "error", "split"]
-TrainOn = Literal["assistant", "all"]
-
 
 class RowEncoder:
     """The rows and counts of one data set as they grow, example by example."""
 
-    def __init__(self, tokenizer: Any, max_seq_length: int | None, overlong: Overlong, train_on: TrainOn) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_seq_length: int | None,
+        overlong: Overlong,
+        train_on: TrainOn,
+        chat: ChatOptions = DEFAULT_CHAT_OPTIONS,
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_seq_length = max_seq_length
         self.overlong = overlong
         self.train_on = train_on
+        self.chat = chat
         self.rows: list[TokenRow] = []
         self.counts: Counter[str] = Counter()
         self.stop_ids: list[int] = stop_token_ids(tokenizer)

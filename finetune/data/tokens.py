@@ -9,7 +9,15 @@ from typing import Any
 from tqdm import tqdm
 
 from finetune.data.dataset import TokenDataset
-from finetune.data.encoder import Overlong, RowEncoder, TrainOn
+from finetune.data.encoder import RowEncoder
+from finetune.data.options import (
+    DEFAULT_CHAT_OPTIONS,
+    DEFAULT_MAX_DROPPED_SHARE,
+    ChatOptions,
+    Overlong,
+    TrainOn,
+    check_dropped,
+)
 from finetune.data.settings import DatasetSettings
 from finetune.data.sources import read_examples
 from finetune.errors import DataError
@@ -25,6 +33,8 @@ def tokenize_dataset(
     max_seq_length: int | None,
     overlong: Overlong,
     train_on: TrainOn = "assistant",
+    chat: ChatOptions = DEFAULT_CHAT_OPTIONS,
+    max_dropped_share: float = DEFAULT_MAX_DROPPED_SHARE,
     seed: int = 0,
     show_progress: bool = True,
 ) -> TokenDataset:
@@ -36,9 +46,10 @@ def tokenize_dataset(
     A row of more than ``max_seq_length`` tokens is dropped and counted, truncated (see ``overlong.py``), an error, or
     (documents only) split into pieces.
     ``seed`` decides nothing yet: rows stay in file order, and the loader shuffles them.
-    Raises DataError, with file and line, for a row that can't be used, and when no row is left to train on.
+    Raises DataError, with file and line, for a row that can't be used, when no row is left to train on,
+    and when more than ``max_dropped_share`` of the rows were dropped.
     """
-    work = RowEncoder(tokenizer, max_seq_length, overlong, train_on)
+    work = RowEncoder(tokenizer, max_seq_length, overlong, train_on, chat)
     with tqdm(desc="tokenize", unit=" rows", disable=None if show_progress else True) as progress:
         for source in sources:
             examples = read_examples(source)
@@ -53,4 +64,5 @@ def tokenize_dataset(
             where=", ".join(source.path for source in sources) or None,
             fix="raise max_seq_length, choose another `overlong`, or correct the rows",
         )
+    check_dropped(counts, max_dropped_share, ", ".join(source.path for source in sources))
     return TokenDataset(work.rows, counts)

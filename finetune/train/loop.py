@@ -280,6 +280,8 @@ def _tokenize(
             max_seq_length=settings.max_seq_length,
             overlong=settings.overlong,
             train_on=settings.train_on,
+            chat=settings.chat_options,
+            max_dropped_share=settings.max_dropped_share,
             show_progress=show_progress,
         )
         largest = max(int(row.input_ids.max()) for row in dataset.rows)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from finetune.config.section import Section
+from finetune.data.options import DEFAULT_MAX_DROPPED_SHARE, ChatOptions, foreign_template_argument
 from finetune.data.settings import DatasetSettings
 
 
@@ -20,8 +21,18 @@ class TrainSettings(Section):
     """Put several documents into one row, each isolated from the others."""
     overlong: Literal["drop", "truncate", "error", "split"] = "truncate"
     """What to do with a row longer than ``max_seq_length``."""
-    train_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens of a conversation are targets."""
+    train_on: Literal["assistant", "last", "completion", "all"] = "assistant"
+    """Which tokens of a conversation are targets: all turns of the assistant, its last one, its turns after the last
+    user's message, or every token. A turn that its row says not to train is never one, but with `all`."""
+    history: Literal["refuse", "split", "last"] = "refuse"
+    """A chat template may write an earlier turn otherwise once later ones follow, as without its reasoning. Then:
+    `refuse` the conversation, `split` it into a row a turn, each as it was written then, or train the `last` alone."""
+    allow_control_tokens: bool = False
+    """Read a special token that is written out in a message or a text as that token. By default it stays text."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template, for example `{enable_thinking: false}`."""
+    max_dropped_share: float = Field(DEFAULT_MAX_DROPPED_SHARE, ge=0, le=1)
+    """Largest part of the rows that may be dropped (invalid, overlong, without a target); more is an error."""
     epochs: float | None = Field(1.0, gt=0)
     """Passes over the data; ignored where ``max_steps`` is given."""
     max_steps: int | None = Field(None, ge=1)
@@ -89,6 +100,14 @@ class TrainSettings(Section):
             raise ValueError("a file must hold something: write a size as 500MB or 5GB")
         return value
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        name = foreign_template_argument(value)
+        if name is not None:
+            raise ValueError(f"`{name}` is not for a recipe to set: take it out")
+        return value
+
     @field_validator("betas")
     @classmethod
     def _are_decays(cls, value: tuple[float, float]) -> tuple[float, float]:
@@ -103,6 +122,10 @@ class TrainSettings(Section):
         if self.eval_rows is not None and self.eval_data:
             raise ValueError("give `eval_data` or `eval_rows`, not both")
         return self
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        return ChatOptions(self.history, self.allow_control_tokens, self.chat_template_kwargs)
 
     @property
     def checkpointed_every(self) -> int | None:
