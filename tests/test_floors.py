@@ -15,6 +15,7 @@ FLOORS = {
     "commands": 9,
     "joined": 8,
     "planning": 8,
+    "data_preview": 8,
     "plan_text": 8,
     "launch_script": 8,
     "pipeline": 7,

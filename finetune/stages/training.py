@@ -6,13 +6,17 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from finetune.data.settings import DatasetSettings
 from finetune.errors import RecipeError
 from finetune.files import published_folder
+from finetune.model.settings import ScratchSettings
 from finetune.stages.base import STAGES, StageContext, StageKind, StageSettings
 from finetune.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHECKPOINTS = "checkpoints"
 
@@ -73,20 +77,26 @@ def starting_model(context: StageContext) -> Path:
         return folder
     scratch = context.model.scratch
     assert scratch is not None
-    from finetune.data.text import raw_texts
     from finetune.model.scratch import create_model
+
+    tokenizer = scratch_tokenizer(scratch, context.settings.data)
+    with published_folder(folder) as temporary:
+        create_model(scratch.config, tokenizer, seed=context.seed, out=temporary)
+    return folder
+
+
+def scratch_tokenizer(scratch: ScratchSettings, data: list[DatasetSettings]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a ``scratch`` model whose first training stage has ``data``, learned anew at each call."""
+    from finetune.data.text import raw_texts
     from finetune.model.tokenizer import train_tokenizer
 
     template = None
     if scratch.tokenizer.chat_template:
         template = Path(scratch.tokenizer.chat_template).read_text(encoding="utf-8")
-    sources: list[DatasetSettings] = context.settings.data
+    sources = data
     if scratch.tokenizer.data:
         sources = [DatasetSettings.model_validate(source.model_dump()) for source in scratch.tokenizer.data]
-    tokenizer = train_tokenizer(raw_texts(sources), vocab_size=scratch.tokenizer.vocab_size, chat_template=template)
-    with published_folder(folder) as temporary:
-        create_model(scratch.config, tokenizer, seed=context.seed, out=temporary)
-    return folder
+    return train_tokenizer(raw_texts(sources), vocab_size=scratch.tokenizer.vocab_size, chat_template=template)
 
 
 def train_rank(context: StageContext) -> None:
