@@ -12,6 +12,7 @@ from pydantic import Field
 
 from finetune.config.section import Section, parse_section
 from finetune.config.source import Source, apply_overrides, load_yaml
+from finetune.data.files import find_data_files, is_pattern
 from finetune.engine.settings import LaunchSettings, ZeroSettings
 from finetune.errors import DataError, RecipeError, did_you_mean
 from finetune.files import sha256_json
@@ -186,13 +187,21 @@ def _completed(
 
 
 def check_files_exist(loaded: LoadedRecipe) -> None:
-    """Raise before any work when a file that some stage will read isn't there."""
+    """Raise before any work when a file that some stage will read isn't there, or a folder isn't one data set."""
     for stage in loaded.stages:
         for name in stage.implementation.data_files(stage.settings):
-            if not Path(name).is_file():
-                what = "is a folder, not a file" if Path(name).is_dir() else "isn't there"
+            if Path(name).is_file():
+                continue
+            if not Path(name).exists() and not is_pattern(name):
                 raise DataError(
-                    f"stage `{stage.name}` reads `{name}`, which {what}",
+                    f"stage `{stage.name}` reads `{name}`, which isn't there",
                     where=stage.where,
-                    fix="correct the path (paths start at the current directory), or make the file",
+                    fix="correct the path (paths start at the current directory), or make the file; a data set of the "
+                    "Hugging Face Hub needs its `split:` too",
                 )
+            try:
+                find_data_files(name)
+                what, fix = "is a folder, not a file", "name a file in it"
+            except DataError as error:
+                what, fix = error.what, error.fix or ""
+            raise DataError(f"stage `{stage.name}` reads `{name}`: {what}", where=stage.where, fix=fix)

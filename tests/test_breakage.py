@@ -55,11 +55,13 @@ def test_a_set_that_python_chokes_on_is_a_recipe_error(
         load_recipe(Path("recipes/llama_sft.yaml"), [flag])
 
 
-def test_a_folder_is_no_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_one_data_set_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     loaded = load_recipe(Path("recipes/llama_sft.yaml"), ["stages.sft.data.0.path=data"])
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match="the folder holds several kinds of data files"):
         check_files_exist(loaded)
 
 

@@ -72,7 +72,7 @@ FAULTS = {
     "blank file": ("a.jsonl", "\n \n", "", "no rows"),
     "empty array": ("a.json", "[ ]", "", "no rows"),
     "blank text": ("a.txt", " \n", "", "no rows"),
-    "unknown kind of file": ("a.parquet", "x", "", "not a known kind"),
+    "unknown kind of file": ("a.docx", "x", "", "not a known kind"),
     "null text": ("a.jsonl", lines(TEXT, {"text": None}), ":2", "`text` of the row is null"),
     "missing text": ("a.jsonl", lines(TEXT, {"texts": "a"}), ":2", "no field `text`"),
     "number for text": ("a.jsonl", lines(TEXT, {"text": 3}), ":2", "must be text, not int"),

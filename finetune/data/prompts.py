@@ -43,7 +43,7 @@ def load_prompts(source: DatasetSettings, tokenizer: Any) -> list[Prompt]:
         cut.append((example.messages[: turns[-1]], example.messages[turns[-1]]["content"]))
         places.append(place)
     if not cut:
-        raise DataError("no row is left to evaluate", where=source.path, fix="correct the rows")
+        raise DataError("no row is left to evaluate", where=source.shown, fix="correct the rows")
     texts = render(tokenizer, [messages for messages, _ in cut], places=places, add_generation_prompt=True)
     batch = tokenizer(texts, add_special_tokens=False, verbose=False)
     return [

@@ -61,8 +61,8 @@ def tokenize_dataset(
         told = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
         raise DataError(
             f"nothing to train on: no row is left ({told or 'no data is given'})",
-            where=", ".join(source.path for source in sources) or None,
+            where=", ".join(source.shown for source in sources) or None,
             fix="raise max_seq_length, choose another `overlong`, or correct the rows",
         )
-    check_dropped(counts, max_dropped_share, ", ".join(source.path for source in sources))
+    check_dropped(counts, max_dropped_share, ", ".join(source.shown for source in sources))
     return TokenDataset(work.rows, counts)

@@ -100,7 +100,7 @@ def _evaluate(model: Any, folder: Path, *, settings: EvaluateSettings, window: i
         prompts: list[Prompt] = load_prompts(settings.exact_match, tokenizer)
         if not prompts:
             raise DataError(
-                "no conversation ends in a reply to ask for", where=settings.exact_match.path, fix="check this file"
+                "no conversation ends in a reply to ask for", where=settings.exact_match.shown, fix="check this file"
             )
         replies = generate_replies(
             model,

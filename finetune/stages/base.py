@@ -69,7 +69,7 @@ class StageKind:
     """``complete(settings, ancestors)`` fills in what the settings leave to the stages whose model this one's comes
     from (their settings, the closest first). Raises ValueError where something is missing."""
     data_files: Callable[[Any], list[str]] = lambda settings: []
-    """The data files whose content decides the result."""
+    """The data files whose content decides the result, those of folders and patterns each."""
     extra_inputs: Callable[[Any], Sequence[str]] = lambda settings: ()
     """Names of stages it reads besides ``from:``."""
     batch: Callable[[Any, int], dict[str, Any]] = lambda settings, world_size: {}

@@ -38,7 +38,7 @@ def input_name(context: StageContext) -> str:
 
 def data_files(settings: EvaluateStage) -> list[str]:
     files = [settings.perplexity] if settings.perplexity else []
-    return files + ([settings.exact_match.path] if settings.exact_match else [])
+    return files + (settings.exact_match.data_files() if settings.exact_match else [])
 
 
 def extra_inputs(settings: EvaluateStage) -> list[str]:

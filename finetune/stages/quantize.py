@@ -139,7 +139,8 @@ def quantize_rank(scratch: Path) -> None:
 
 
 def data_files(settings: QuantizeStage) -> list[str]:
-    return [source.path for source in settings.calibration.data] if settings.calibration else []
+    sources = settings.calibration.data if settings.calibration else []
+    return [file for source in sources for file in source.data_files()]
 
 
 STAGES.register("quantize")(

@@ -140,7 +140,7 @@ def finish(context: StageContext) -> dict[str, Any]:
 
 
 def data_files(settings: TrainStage) -> list[str]:
-    return [source.path for source in [*settings.data, *settings.eval_data]]
+    return [file for source in [*settings.data, *settings.eval_data] for file in source.data_files()]
 
 
 for kind in ("pretrain", "sft"):
