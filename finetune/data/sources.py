@@ -25,13 +25,15 @@ def read_source(source: DatasetSettings) -> Iterator[Row | DataError]:
         yield from read_rows(path, separator=source.separator)
 
 
-def read_examples(source: DatasetSettings) -> Iterator[tuple[Example | DataError, str]]:
+def read_examples(
+    source: DatasetSettings, parser: RowParser | None = None
+) -> Iterator[tuple[Example | DataError, str]]:
     """Yield (example, ``file:line``) in file order, at most ``source.limit`` rows.
 
     A row that can't be used raises its DataError, or is yielded as that error where the source says to skip such rows.
-    The first row that can be read decides the format of all.
+    The first row that can be read decides the format of all; a ``parser`` that is given knows it afterwards.
     """
-    parser = RowParser(source)
+    parser = parser or RowParser(source)
     for row in islice(read_source(source), source.limit):
         try:
             if isinstance(row, DataError):
