@@ -187,9 +187,14 @@ def test_refused_conversation_names_its_line_or_is_skipped(tmp_path: Path) -> No
     assert (counts["rows"], counts["kept"], counts["skipped_invalid"]) == (3, 2, 1)
 
 
-def test_conversation_without_a_reply_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no assistant's turn"):
+def test_conversation_without_a_reply_is_dropped_and_counted(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing to train on.*dropped_without_target 1"):
         tokenized(tmp_path, tiny_tokenizer(), CHAT[:1])
+    counts = tokenized(tmp_path, tiny_tokenizer(), CHAT[:1], CHAT).counts
+    assert (counts["rows"], counts["kept"], counts["dropped_without_target"]) == (2, 1, 1)
+
+
+def test_conversation_that_begins_with_a_reply_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="begins with an assistant's turn"):
         tokenized(tmp_path, tiny_tokenizer(), CHAT[1:])
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from finetune.data.conversations import ConversationEncoder, EncodedChat, HistoryError, all_but_first
 from finetune.data.dataset import COUNTS, TokenRow
-from finetune.data.formats import Conversation, Document, Example
+from finetune.data.formats import Completion, Conversation, Document, Example, Preference, TokenIds
 from finetune.data.options import DEFAULT_CHAT_OPTIONS, ChatOptions, Overlong, TrainOn
-from finetune.data.overlong import cut_conversation, split_document
-from finetune.data.replies import ReplyFinder
-from finetune.data.template import Encoded, TurnShape, encode_texts, read_turn_shape, render, stop_token_ids
+from finetune.data.overlong import cut_completion, cut_conversation, split_document
+from finetune.data.plain import TextEncoder, token_ids_row
+from finetune.data.template import stop_token_ids
 from finetune.errors import DataError
+
+Pairs = list[tuple[Any, str]]
 
 
 class RowEncoder:
@@ -38,23 +40,47 @@ class RowEncoder:
         self.counts: Counter[str] = Counter()
         self.stop_ids: list[int] = stop_token_ids(tokenizer)
         """At which generation must stop: eos, and the template's end of turn where it is another."""
-        self._shape: TurnShape | None = None
-        self._replies: ReplyFinder | None = None
-        self._controls: re.Pattern[str] | None = None
+        self._chats = ConversationEncoder(tokenizer, train_on, chat)
+        self._texts = TextEncoder(tokenizer, self._chats.controls, allow_control_tokens=chat.allow_control_tokens)
+        self._vocab_size = 0
 
     def add(self, chunk: Sequence[tuple[Example | DataError, str]], *, skip_invalid: bool) -> None:
+        """Add the rows of (example, place), in order. An error in the place of an example is a row that was skipped.
+
+        Raises DataError for an example that can't be used, or, with ``skip_invalid``, counts it; for a row that is too
+        long where that is an error; and for a preference, which this doesn't train on.
+        """
         self.counts["rows"] += len(chunk)
-        self.counts["skipped_invalid"] += sum(isinstance(example, DataError) for example, _ in chunk)
-        conversations = [(example, place) for example, place in chunk if isinstance(example, Conversation)]
-        documents = [(example, place) for example, place in chunk if isinstance(example, Document)]
-        if documents:
-            self._add_documents(documents)
-        if conversations:
-            self._add_conversations(conversations, skip_invalid)
+        # What follows one another and is of one kind is tokenized in one call.
+        start = 0
+        for end in range(1, len(chunk) + 1):
+            if end == len(chunk) or type(chunk[end][0]) is not type(chunk[start][0]):
+                self._add_alike(list(chunk[start:end]), skip_invalid)
+                start = end
 
     def finish(self) -> dict[str, int]:
         assert self.counts.keys() <= set(COUNTS)
         return {name: self.counts[name] for name in COUNTS}
+
+    def _add_alike(self, pairs: Pairs, skip_invalid: bool) -> None:
+        example, place = pairs[0]
+        if isinstance(example, DataError):
+            self.counts["skipped_invalid"] += len(pairs)
+        elif isinstance(example, Document):
+            self._add_documents(pairs)
+        elif isinstance(example, Conversation):
+            self._add_conversations(pairs, skip_invalid)
+        elif isinstance(example, Completion):
+            self._add_completions(pairs)
+        elif isinstance(example, TokenIds):
+            self._add_token_ids(pairs, skip_invalid)
+        else:
+            assert isinstance(example, Preference)
+            raise DataError(
+                "the row is a preference (chosen and rejected), which this stage doesn't train on",
+                where=place,
+                fix="give rows of messages, or of prompt and completion",
+            )
 
     def _keep(self, input_ids: np.ndarray, loss_mask: np.ndarray, place: str) -> None:
         supervised = int(np.count_nonzero(loss_mask))
@@ -78,95 +104,103 @@ class RowEncoder:
             )
         return True
 
-    def _add_documents(self, documents: list[tuple[Document, str]]) -> None:
-        eos = self.tokenizer.eos_token_id
-        if eos is None:
-            raise DataError(
-                "the tokenizer has no eos token to end a document with",
-                where=self.tokenizer.name_or_path or None,
-                fix="set `eos_token` in tokenizer_config.json",
-            )
-        bos = self.tokenizer.bos_token_id if _prepends_bos(self.tokenizer) else None
-        texts = [document.text for document, _ in documents]
-        batch = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        for ids, (_, place) in zip(batch["input_ids"], documents, strict=True):
-            head = [bos] if bos is not None and ids[:1] != [bos] else []
-            tail = [eos] if ids[-1:] != [eos] else []
-            input_ids = np.array([*head, *ids, *tail], dtype=np.int32)
-            pieces = [input_ids]
+    def _no_split(self, what: str, length: int, place: str) -> DataError:
+        return DataError(
+            f"a {what} of {length} tokens can't be split",
+            where=place,
+            fix="say `overlong: drop` or `overlong: truncate`, or raise max_seq_length",
+        )
+
+    def _add_documents(self, documents: Pairs) -> None:
+        encoded = self._texts.documents([document for document, _ in documents])
+        for input_ids, (document, place) in zip(encoded, documents, strict=True):
+            self._count_controls(self._texts.count(document.text), is_text=True)
+            self._add_whole(input_ids, all_but_first(len(input_ids)), place)
+
+    def _add_token_ids(self, rows: Pairs, skip_invalid: bool) -> None:
+        # A vocabulary may have holes, and the embedding is padded at times: what counts is what the tokenizer knows.
+        self._vocab_size = self._vocab_size or max(self.tokenizer.get_vocab().values()) + 1
+        for example, place in rows:
+            try:
+                input_ids, mask = token_ids_row(example, place, self._vocab_size)
+            except DataError:
+                if not skip_invalid:
+                    raise
+                self.counts["skipped_invalid"] += 1
+            else:
+                self._add_whole(input_ids, mask, place)
+
+    def _add_whole(self, input_ids: np.ndarray, mask: np.ndarray, place: str) -> None:
+        """A row that may be cut anywhere."""
+        if not self._is_overlong(len(input_ids), place):
+            self._keep(input_ids, mask, place)
+        elif self.overlong == "drop":
+            self.counts["dropped_overlong"] += 1
+        elif self.overlong == "truncate":
+            self.counts["truncated"] += 1
+            self._keep(input_ids[: self.max_seq_length], mask[: self.max_seq_length], place)
+        else:
+            assert self.max_seq_length is not None
+            self.counts["split"] += 1
+            pieces, masks = (split_document(whole, self.max_seq_length) for whole in (input_ids, mask))
+            for piece, piece_mask in zip(pieces, masks, strict=True):
+                self._keep(piece, piece_mask & all_but_first(len(piece)), place)
+
+    def _add_completions(self, completions: Pairs) -> None:
+        if self.train_on == "all":
+            joined = [(Document(one.prompt + one.completion), place) for one, place in completions]
+            self._add_documents(joined)
+            return
+        for (input_ids, mask), (example, place) in zip(self._texts.completions(completions), completions, strict=True):
+            found = self._texts.count(example.prompt) + self._texts.count(example.completion)
+            self._count_controls(found, is_text=True)
+            self.counts["empty_replies"] += not example.completion.strip()
             if self._is_overlong(len(input_ids), place):
                 assert self.max_seq_length is not None
+                if self.overlong == "split":
+                    raise self._no_split("completion", len(input_ids), place)
                 if self.overlong == "drop":
                     self.counts["dropped_overlong"] += 1
                     continue
-                if self.overlong == "truncate":
-                    pieces = [input_ids[: self.max_seq_length]]
-                    self.counts["truncated"] += 1
-                else:
-                    pieces = split_document(input_ids, self.max_seq_length)
-                    self.counts["split"] += 1
-            for piece in pieces:
-                self._keep(piece, _all_but_first(len(piece)), place)
+                input_ids, mask = cut_completion(input_ids, mask, self._texts.head_length, self.max_seq_length)
+                self.counts["truncated"] += 1
+            self._keep(input_ids, mask, place)
 
-    def _add_conversations(self, conversations: list[tuple[Conversation, str]], skip_invalid: bool) -> None:
-        if self.train_on == "assistant" and self._shape is None:
-            self._shape = read_turn_shape(self.tokenizer)
-            self._replies = ReplyFinder(self.tokenizer, self._shape)
+    def _add_conversations(self, conversations: Pairs, skip_invalid: bool) -> None:
         try:
-            rendered = list(self._render(conversations))
+            rows = self._chats.encode(conversations)
+        except HistoryError as error:
+            # No fault of the row: it isn't skipped.
+            raise DataError(error.what, where=error.where, fix=error.fix) from None
         except DataError:
             if not skip_invalid:
                 raise
             if len(conversations) == 1:
                 self.counts["skipped_invalid"] += 1
                 return
-            for one in conversations:
-                self._add_conversations([one], skip_invalid)
+            middle = len(conversations) // 2
+            self._add_conversations(conversations[:middle], skip_invalid)
+            self._add_conversations(conversations[middle:], skip_invalid)
             return
-        self._count_content(conversations)
-        for (conversation, place), (encoded, mask, text) in zip(conversations, rendered, strict=True):
-            self._add_rendered(conversation, place, encoded, mask, text)
+        for (conversation, _), found in zip(conversations, rows, strict=True):
+            self._count_controls(self._chats.controls.count_in(conversation), is_text=False)
+            self.counts["empty_replies"] += sum(_is_empty(conversation.messages[t]) for t in conversation.trained)
+            if not found:
+                self.counts["dropped_without_target"] += 1
+            elif found[0].policy is not None:
+                self.counts[found[0].policy] += 1
+            for row in found:
+                self._add_encoded(row)
 
-    def _render(self, conversations: list[tuple[Conversation, str]]) -> Iterator[tuple[Encoded, np.ndarray, str]]:
-        """(tokens, loss mask, text) of each conversation."""
-        chats, places = [chat for chat, _ in conversations], [place for _, place in conversations]
-        texts = render(self.tokenizer, [chat.messages for chat in chats], places=places)
-        if self._shape is None or self._replies is None:
-            for text, encoded in zip(texts, encode_texts(self.tokenizer, texts), strict=True):
-                yield encoded, _all_but_first(len(encoded.input_ids)), text
-            return
-        spans = self._replies.find(chats, texts, places)
-        encodings = encode_texts(self.tokenizer, texts)
-        for text, row_spans, encoded, place in zip(texts, spans, encodings, places, strict=True):
-            mask = np.zeros(len(encoded.input_ids), dtype=np.bool_)
-            for start, end in row_spans:
-                tokens = encoded.tokens_of(start, end)
-                if tokens.start == tokens.stop or encoded.input_ids[tokens.stop - 1] != self._shape.stop_id:
-                    raise DataError(
-                        f"a reply doesn't end in the stop token {self._shape.stop_text.strip()!r} once tokenized",
-                        where=place,
-                        fix="make it a special token of the tokenizer",
-                    )
-                mask[tokens] = True
-            mask[:1] = False
-            yield encoded, mask, text
-
-    def _add_rendered(
-        self, conversation: Conversation, place: str, encoded: Encoded, mask: np.ndarray, text: str
-    ) -> None:
-        input_ids = encoded.input_ids
+    def _add_encoded(self, row: EncodedChat) -> None:
+        input_ids, mask, place = row.encoded.input_ids, row.loss_mask, row.place
         if self._is_overlong(len(input_ids), place):
             assert self.max_seq_length is not None
             if self.overlong == "split":
-                raise DataError(
-                    f"a conversation of {len(input_ids)} tokens can't be split",
-                    where=place,
-                    fix="say `overlong: drop` or `overlong: truncate`, or raise max_seq_length",
-                )
+                raise self._no_split("conversation", len(input_ids), place)
             cut = None
             if self.overlong == "truncate":
-                header = _header_start(conversation, encoded, mask, text)
-                cut = cut_conversation(input_ids, mask, header, self.max_seq_length)
+                cut = cut_conversation(input_ids, mask, _header_start(row), self.max_seq_length)
             if cut is None:
                 self.counts["dropped_overlong"] += 1
                 return
@@ -174,39 +208,25 @@ class RowEncoder:
             self.counts["truncated"] += 1
         self._keep(input_ids, mask, place)
 
-    def _count_content(self, conversations: list[tuple[Conversation, str]]) -> None:
-        if self._controls is None:
-            added = self.tokenizer.added_tokens_decoder.values()
-            special = {token.content for token in added if token.special and token.content.strip()}
-            longest_first = sorted(special | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
-            self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        found, empty = 0, 0
-        for conversation, _ in conversations:
-            for message in conversation.messages:
-                found += len(self._controls.findall(message["content"]))
-            empty += sum(not conversation.messages[turn]["content"].strip() for turn in conversation.trained)
+    def _count_controls(self, found: int, *, is_text: bool) -> None:
         self.counts["control_tokens_in_content"] += found
-        self.counts["empty_replies"] += empty
+        if is_text and found and not self.chat.allow_control_tokens:
+            self.counts["texts_with_control_tokens"] += 1
 
 
-def _all_but_first(length: int) -> np.ndarray:
-    mask = np.ones(length, dtype=np.bool_)
-    mask[:1] = False
-    return mask
+def _is_empty(message: dict[str, Any]) -> bool:
+    return not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
-def _prepends_bos(tokenizer: Any) -> bool:
-    return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-
-
-def _header_start(conversation: Conversation, encoded: Encoded, mask: np.ndarray, text: str) -> int | None:
+def _header_start(row: EncodedChat) -> int | None:
     """The first token after the content that stands before the first reply: there begin its end of turn and the reply's
     header, which a cut must keep. None where that content can't be found in the text."""
-    first_reply = int(np.argmax(mask))
+    conversation, encoded = row.conversation, row.encoded
+    first_reply = int(np.argmax(row.loss_mask))
     turn = conversation.trained[0] if conversation.trained else 0
     content = conversation.messages[turn - 1]["content"].strip() if turn else ""
     reply_start = int(encoded.starts[first_reply])
-    at = text.rfind(content, 0, reply_start) if content else -1
+    at = row.text.rfind(content, 0, reply_start) if content else -1
     if at < 0:
         return None
     return min(int(np.searchsorted(encoded.starts, at + len(content), side="left")), first_reply)

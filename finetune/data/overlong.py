@@ -41,3 +41,18 @@ def cut_conversation(
     last_target = int(np.flatnonzero(loss_mask[chosen])[-1])
     chosen = chosen[: last_target + 1]
     return input_ids[chosen], loss_mask[chosen]
+
+
+def cut_completion(
+    input_ids: np.ndarray, loss_mask: np.ndarray, num_kept: int, max_seq_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut a prompt and its completion to ``max_seq_length``: the prompt gives up its beginning, but for the first
+    ``num_kept`` tokens (bos), and the completion its end, which then has no eos; it gets at least half of the room."""
+    first_target = int(np.argmax(loss_mask))
+    room = max_seq_length - num_kept
+    assert room >= 1
+    prompt_length, reply_length = first_target - num_kept, len(input_ids) - first_target
+    reply_length = min(reply_length, max(room - prompt_length, (room + 1) // 2))
+    prompt_length = min(prompt_length, room - reply_length)
+    chosen = np.concatenate((np.arange(num_kept), np.arange(first_target - prompt_length, first_target + reply_length)))
+    return input_ids[chosen], loss_mask[chosen]

@@ -1,9 +1,13 @@
 """Which characters of a rendered conversation the assistant wrote.
 
 Two ways lead to a reply. A template with ``{% generation %}`` markers says it itself. Any other is asked twice more:
-the messages before turn i with the generation prompt give the turn's start, those up to turn i its end, and both must
-be beginnings of the whole rendering. Either way the span ends with the stop token that closes the turn, and leaves out
+the messages before turn i with the generation prompt give the turn's start, those up to turn i its end, and the one
+must be a beginning of the other. Either way the span ends with the stop token that closes the turn, and leaves out
 what the template writes after it (ChatML's newline).
+
+The messages up to turn i must also be a beginning of the whole rendering. Where they aren't, the template rewrites what
+was said before: Qwen3's and DeepSeek's take the reasoning out of earlier turns. The model would learn a turn that it
+never writes, so such a conversation is given back as ``Rewritten``.
 
 Asking costs two renderings a turn, so it is done once for each sequence of roles, on placeholders. What the template
 writes around those is the sequence's outline; a conversation whose text is that outline filled with its own contents
@@ -14,15 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from finetune.data.formats import Conversation
-from finetune.data.template import MASK_FIX, TurnShape, render
+from finetune.data.template import MASK_FIX, ChatTemplate, Span, TurnShape
+from finetune.data.written import require_context, require_message
 from finetune.errors import DataError
 
-Span = tuple[int, int]
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A conversation that the template renders otherwise as a whole than up to one of its trained turns."""
+
+    turn: int
+    before: str
+    """What the rendering up to the turn holds where the whole rendering goes on otherwise."""
 
 
 @dataclass(frozen=True)
@@ -37,46 +46,40 @@ class Outline:
 
 
 class ReplyFinder:
-    """Finds the replies of conversations rendered by one tokenizer's template."""
+    """Finds the replies of conversations rendered by one chat template."""
 
-    def __init__(self, tokenizer: Any, shape: TurnShape) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, template: ChatTemplate, shape: TurnShape) -> None:
+        self._template = template
         self._shape = shape
         self._outlines: dict[tuple[tuple[str, ...], tuple[int, ...]], Outline | None] = {}
 
     def find(
         self, conversations: Sequence[Conversation], texts: Sequence[str], places: Sequence[str]
-    ) -> list[list[Span]]:
-        """The characters of each trained reply with its stop token, conversation by conversation.
+    ) -> list[list[Span] | Rewritten]:
+        """The characters of each trained reply with its stop token, conversation by conversation. Each has one.
 
         Raises DataError with the place of the first conversation whose replies can't be found.
         """
-        spans = [self._by_outline(chat, text) for chat, text in zip(conversations, texts, strict=True)]
-        odd = [row for row, found in enumerate(spans) if found is None]
+        found: list[list[Span] | Rewritten | None] = []
+        odd = []
+        for row, (conversation, text) in enumerate(zip(conversations, texts, strict=True)):
+            assert conversation.trained
+            spans = self._by_outline(conversation, text)
+            found.append(spans)
+            if spans is None:
+                odd.append(row)
         asked = self._ask(
             [conversations[row] for row in odd], [texts[row] for row in odd], [places[row] for row in odd]
         )
-        for row, found in zip(odd, asked, strict=True):
-            spans[row] = found
-        return [found for found in spans if found is not None]
-
-    def _ask(
-        self, conversations: Sequence[Conversation], texts: Sequence[str], places: Sequence[str]
-    ) -> list[list[Span]]:
-        for conversation, place in zip(conversations, places, strict=True):
-            if not conversation.trained:
-                what = "the conversation has no assistant's turn to learn"
-                raise DataError(what, where=place, fix="remove the row, or set `train_on: all`")
-        if not conversations:
-            return []
-        ask = _marked_spans if self._shape.has_markers else _prefix_spans
-        return ask(self._tokenizer, self._shape, conversations, texts, places)
+        for row, answer in zip(odd, asked, strict=True):
+            found[row] = answer
+        return [answer for answer in found if answer is not None]
 
     def _by_outline(self, conversation: Conversation, text: str) -> list[Span] | None:
         messages = conversation.messages
-        if not conversation.trained or any(len(message) != 2 for message in messages):
+        if conversation.tools is not None or any(len(message) != 2 for message in messages):
             return None
-        key = tuple(message["role"] for message in messages), conversation.trained
+        key = tuple([message["role"] for message in messages]), conversation.trained
         if key not in self._outlines:
             self._outlines[key] = self._outline(*key)
         outline = self._outlines[key]
@@ -100,9 +103,11 @@ class ReplyFinder:
         contents = [f"placeholder {index} stands here" for index in range(len(roles))]
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
-            (text,) = render(self._tokenizer, [messages], places=["an outline"])
+            (text,) = self._template.render([messages], places=["an outline"])
             (spans,) = self._ask([Conversation(messages, trained)], [text], ["an outline"])
         except DataError:
+            return None
+        if isinstance(spans, Rewritten):
             return None
         starts = [text.find(content) for content in contents]
         ends = [start + len(content) for start, content in zip(starts, contents, strict=True)]
@@ -117,77 +122,106 @@ class ReplyFinder:
             return None
         return Outline(opening=text[: starts[0]], after=after, margins=margins)
 
+    def _ask(
+        self, conversations: Sequence[Conversation], texts: Sequence[str], places: Sequence[str]
+    ) -> list[list[Span] | Rewritten]:
+        turns = [(row, turn) for row, conversation in enumerate(conversations) for turn in conversation.trained]
+        inner = [(row, turn) for row, turn in turns if turn + 1 < len(conversations[row].messages)]
+        rendered = self._render_up_to(conversations, [(row, turn + 1) for row, turn in inner], places)
+        up_to = dict(zip(inner, rendered, strict=True))
+        marked = [self._template.has_markers(conversation.tools) for conversation in conversations]
+        prompted = [(row, turn) for row, turn in turns if not marked[row]]
+        for row, turn in prompted:
+            if turn == 0:
+                what = "the conversation begins with an assistant's turn"
+                raise DataError(what, where=places[row], fix="begin with a user's turn, or set train_on: all")
+        prompts = dict(zip(prompted, self._render_up_to(conversations, prompted, places, prompt=True), strict=True))
+        answers: list[list[Span] | Rewritten] = []
+        for row, (conversation, text, place) in enumerate(zip(conversations, texts, places, strict=True)):
+            alone = [up_to.get((row, turn), text) for turn in conversation.trained]
+            if marked[row]:
+                answers.append(self._by_markers(conversation, text, alone, place))
+            else:
+                row_prompts = [prompts[row, turn] for turn in conversation.trained]
+                answers.append(self._by_prompts(conversation, text, alone, row_prompts, place))
+            if not isinstance(answers[-1], Rewritten):
+                require_context(conversation, text, place=place)
+        return answers
 
-def _prefix_spans(
-    tokenizer: Any, shape: TurnShape, conversations: Sequence[Conversation], texts: Sequence[str], places: Sequence[str]
-) -> list[list[Span]]:
-    turns = [(row, turn) for row, conversation in enumerate(conversations) for turn in conversation.trained]
-    for row, turn in turns:
-        if turn == 0:
-            what = "the conversation begins with an assistant's turn"
-            raise DataError(what, where=places[row], fix="begin with a user's turn, or set train_on: all")
-    prompts = render(
-        tokenizer,
-        [conversations[row].messages[:turn] for row, turn in turns],
-        places=[places[row] for row, _ in turns],
-        add_generation_prompt=True,
-    )
-    inner = [(row, turn) for row, turn in turns if turn + 1 < len(conversations[row].messages)]
-    rendered = render(
-        tokenizer,
-        [conversations[row].messages[: turn + 1] for row, turn in inner],
-        places=[places[row] for row, _ in inner],
-    )
-    turn_ends = dict(zip(inner, rendered, strict=True))
-    spans: list[list[Span]] = [[] for _ in conversations]
-    for (row, turn), prompt in zip(turns, prompts, strict=True):
-        text, upto = texts[row], turn_ends.get((row, turn), texts[row])
-        start = len(prompt) + (len(shape.header) if upto.startswith(shape.header, len(prompt)) else 0)
-        closed = len(upto) - len(shape.closing)
-        end = closed + len(shape.stop_text)
-        if closed < start or not upto.endswith(shape.closing):
-            raise _unclosed(shape, turn, places[row])
-        # What follows the stop token isn't learnt and may differ: Phi-3 ends a conversation, not a turn, with its eos.
-        if not upto.startswith(prompt) or not text.startswith(upto[:end]):
-            raise DataError(
-                f"the chat template can't be masked: it renders the first {turn + 1} messages differently alone and in "
-                "the whole conversation",
-                where=places[row],
-                fix=MASK_FIX,
-            )
-        spans[row].append((start, end))
-    return spans
+    def _render_up_to(
+        self,
+        conversations: Sequence[Conversation],
+        cuts: Sequence[tuple[int, int]],
+        places: Sequence[str],
+        *,
+        prompt: bool = False,
+    ) -> list[str]:
+        """The rendering of each (row, number of messages)."""
+        return self._template.render(
+            [conversations[row].messages[:number] for row, number in cuts],
+            places=[places[row] for row, _ in cuts],
+            tools=[conversations[row].tools for row, _ in cuts],
+            add_generation_prompt=prompt,
+        )
 
+    def _by_prompts(
+        self, conversation: Conversation, text: str, alone: Sequence[str], prompts: Sequence[str], place: str
+    ) -> list[Span] | Rewritten:
+        """``alone``: for each trained turn, the rendering that ends with it."""
+        shape = self._shape
+        spans = []
+        for turn, upto, prompt in zip(conversation.trained, alone, prompts, strict=True):
+            if not upto.startswith(prompt):
+                raise DataError(
+                    f"the chat template can't be masked: its generation prompt isn't how it begins message {turn + 1}",
+                    where=place,
+                    fix=MASK_FIX,
+                )
+            start = len(prompt) + (len(shape.header) if upto.startswith(shape.header, len(prompt)) else 0)
+            closed = len(upto) - len(shape.closing)
+            if closed < start or not upto.endswith(shape.closing):
+                raise _unclosed(shape, turn, place)
+            # What follows the stop token isn't learnt and may differ: Phi-3 ends a conversation, not a turn, with its
+            # eos.
+            end = closed + len(shape.stop_text)
+            require_message(conversation.messages[turn], upto[start:end], number=turn + 1, place=place)
+            if not text.startswith(upto[:end]):
+                return _rewritten(turn, upto[:end], text)
+            spans.append((start, end))
+        return spans
 
-def _marked_spans(
-    tokenizer: Any, shape: TurnShape, conversations: Sequence[Conversation], texts: Sequence[str], places: Sequence[str]
-) -> list[list[Span]]:
-    marked = tokenizer.apply_chat_template(
-        [conversation.messages for conversation in conversations],
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
-    )
-    all_spans = []
-    for row, (mask, offsets) in enumerate(zip(marked["assistant_masks"], marked["offset_mapping"], strict=True)):
-        edges = np.flatnonzero(np.diff(np.array([0, *mask, 0], dtype=np.int8)))
-        runs = [(offsets[first][0], offsets[last - 1][1]) for first, last in edges.reshape(-1, 2).tolist()]
-        messages, trained = conversations[row].messages, conversations[row].trained
+    def _by_markers(
+        self, conversation: Conversation, text: str, alone: Sequence[str], place: str
+    ) -> list[Span] | Rewritten:
+        shape, messages = self._shape, conversation.messages
+        for turn, upto in zip(conversation.trained, alone, strict=True):
+            require_message(messages[turn], upto, number=turn + 1, place=place)
+            end = upto.rfind(shape.stop_text) + len(shape.stop_text)
+            if not text.startswith(upto[:end]):
+                return _rewritten(turn, upto[:end], text)
+        runs = self._template.marked(messages, place=place, tools=conversation.tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(turns) != len(runs):
             what = f"the template's generation markers enclose {len(runs)} of the {len(turns)} assistant's turns"
-            raise DataError(what, where=places[row], fix="correct the markers of the chat template")
+            raise DataError(what, where=place, fix="correct the markers of the chat template")
         spans = []
         for turn, (start, end) in zip(turns, runs, strict=True):
-            if turn not in trained:
+            if turn not in conversation.trained:
                 continue
             # The markers may stop before the stop token, with it, or after what follows it.
             lowest = max(start, end - len(shape.closing))
-            stop = texts[row].rfind(shape.stop_text, lowest, end + len(shape.stop_text))
+            stop = text.rfind(shape.stop_text, lowest, end + len(shape.stop_text))
             if stop < 0:
-                raise _unclosed(shape, turn, places[row])
+                raise _unclosed(shape, turn, place)
             spans.append((start, stop + len(shape.stop_text)))
-        all_spans.append(spans)
-    return all_spans
+        return spans
+
+
+def _rewritten(turn: int, upto: str, text: str) -> Rewritten:
+    at = next(
+        (index for index, (a, b) in enumerate(zip(upto, text, strict=False)) if a != b), min(len(upto), len(text))
+    )
+    return Rewritten(turn, upto[at : at + 60])
 
 
 def _unclosed(shape: TurnShape, turn: int, place: str) -> DataError:

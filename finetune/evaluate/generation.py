@@ -8,17 +8,22 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from finetune.data.template import render, stop_token_ids
+from finetune.data.conversations import ConversationEncoder
+from finetune.data.formats import Conversation
+from finetune.data.options import DEFAULT_CHAT_OPTIONS, ChatOptions
+from finetune.data.template import stop_token_ids
 
 
-def chat_prompt_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+def chat_prompt_ids(
+    tokenizer: Any, messages: Sequence[dict[str, str]], options: ChatOptions = DEFAULT_CHAT_OPTIONS
+) -> list[int]:
     """The token ids of a conversation up to where the assistant's next turn begins.
 
-    Rendered by the chat template, which writes the bos token itself where the model wants one. Raises DataError for a
-    tokenizer without a template.
+    Rendered by the chat template, which writes the bos token itself where the model wants one; a special token that is
+    written out in a message is text, as in training. Raises DataError for a tokenizer without a template.
     """
-    (text,) = render(tokenizer, [list(messages)], places=["the prompt"], add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    (ids,) = ConversationEncoder(tokenizer, "all", options).prompts([(Conversation(list(messages), ()), "the prompt")])
+    return ids
 
 
 @torch.inference_mode()

@@ -1,0 +1,81 @@
+"""Whether a rendering holds what its messages say: a template leaves out in silence what it doesn't know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.data.formats import Conversation
+from finetune.errors import DataError
+
+_FIX = "use a template that writes it, or take it out of the row"
+
+
+def require_message(message: dict[str, Any], text: str, *, number: int, place: str) -> None:
+    """Raises DataError where ``text``, in which ``message`` is the last of its role or the only one, lacks part of it.
+
+    White space and the escapes of JSON don't count; a reply may be written apart from the reasoning before it.
+    """
+    squeezed = _squeeze(text)
+    for name, part in _parts(message):
+        if not _holds(squeezed, part):
+            shown = part if len(part) <= 60 else part[:57] + "…"
+            raise DataError(
+                f"the chat template leaves out the {name} of message {number}, a {message['role']}'s: {shown!r}",
+                where=place,
+                fix=_FIX,
+            )
+
+
+def require_context(conversation: Conversation, text: str, *, place: str) -> None:
+    """Raises DataError where ``text`` lacks a message that isn't the assistant's, or the tools. What the assistant said
+    before may be shortened: so it will be when the model is asked."""
+    for number, message in enumerate(conversation.messages, start=1):
+        if message["role"] != "assistant":
+            require_message(message, text, number=number, place=place)
+    squeezed = _squeeze(text)
+    for tool in conversation.tools or ():
+        name = _tool_name(tool)
+        if not _holds(squeezed, name):
+            raise DataError(f"the chat template leaves out the tool {name!r}", where=place, fix=_FIX)
+
+
+def _parts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    content = message.get("content")
+    if isinstance(content, str):
+        # Templates that know reasoning take it out of the content, and write it in their own way.
+        for part in content.replace("<think>", "</think>").split("</think>"):
+            yield "content", part
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str):
+        yield "reasoning", reasoning
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        yield "tool call", str(function.get("name", ""))
+        for leaf in _leaves(function.get("arguments")):
+            yield "tool call's argument", leaf
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _tool_name(tool: dict[str, Any]) -> str:
+    function = tool.get("function", tool)
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split()).replace("\\", "")
+
+
+def _holds(squeezed: str, part: str) -> bool:
+    return _squeeze(part) in squeezed or _squeeze(json.dumps(part, ensure_ascii=False)[1:-1]) in squeezed
