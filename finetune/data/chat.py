@@ -85,7 +85,8 @@ def read_message(message: Message, place: str, name: str) -> Message:
         raise DataError(f"{name} has {what}, but its role is `{role}`", where=place, fix="only an assistant has these")
     if content is None:
         if not tool_calls:
-            text_field(message, "content", place, of=name)
+            # An empty list of parts is no content either.
+            text_field({"content": None} if "content" in message else {}, "content", place, of=name)
         content = ""
     read = {"role": role, "content": content, **rest}
     if reasoning:
