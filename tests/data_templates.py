@@ -38,6 +38,40 @@ PHI3 = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
 )
+# Reasoning stands before the reply of a turn after the last user's message, and is left out of all earlier ones.
+QWEN3 = (
+    "{%- if tools %}{{ '<|im_start|>system\n' }}"
+    "{%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{%- endif %}"
+    "{{ '# Tools\n<tools>' }}{%- for tool in tools %}{{ '\n' + tool | tojson }}{%- endfor %}"
+    "{{ '\n</tools><|im_end|>\n' }}"
+    "{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
+    "{%- endif %}"
+    "{%- set ns = namespace(asked=-1) %}"
+    "{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.asked = loop.index0 %}{%- endif %}"
+    "{%- endfor %}"
+    "{%- for message in messages %}"
+    "{%- set content = message.content if message.content is string else '' %}"
+    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
+    "{{ '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}"
+    "{%- elif message.role == 'assistant' %}"
+    "{%- set thought = message.reasoning_content if message.reasoning_content is string else '' %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{%- if loop.index0 > ns.asked and (loop.last or thought) %}"
+    "{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}"
+    "{%- else %}{{ content }}{%- endif %}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{%- endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
+    "{{ '\n<tool_response>\n' + content + '\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{%- endif %}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{%- endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +84,6 @@ class TemplateCase:
     """What the model writes before the content: a space."""
     trims: bool = False
     takes_system: bool = True
-    takes_empty_replies: bool = True
 
     def supervised(self, content: str) -> str:
         return self.before + (content.strip() if self.trims else content) + self.stop
@@ -81,5 +114,16 @@ CASES = {
         GEMMA, {"bos_token": "<bos>", "eos_token": "<eos>"}, "<end_of_turn>", trims=True, takes_system=False
     ),
     "phi3": TemplateCase(PHI3, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}, "<|end|>"),
-    "marked": TemplateCase(MARKED, {"eos_token": "<|endoftext|>"}, "<|im_end|>", takes_empty_replies=False),
+    "marked": TemplateCase(
+        MARKED,
+        {"eos_token": "<|endoftext|>"},
+        "<|im_end|>",
+    ),
 }
+
+
+def qwen3_tokenizer() -> Any:
+    """Of Qwen3's shape: marks of thought and of tool calls are tokens, but not special ones."""
+    tokenizer = tokenizer_with(QWEN3, eos_token="<|im_end|>")
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
+    return tokenizer

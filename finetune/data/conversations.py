@@ -27,7 +27,6 @@ class EncodedChat:
 
     conversation: Conversation
     """With a stand-in for each special token that is written out in it; ``text`` likewise."""
-    place: str
     text: str
     encoded: Encoded
     loss_mask: np.ndarray
@@ -78,7 +77,7 @@ class ConversationEncoder:
         for (one, text, spans), encoded in zip(found, encodings, strict=True):
             length = len(encoded.input_ids)
             mask = all_but_first(length) if spans is None else self._mask(encoded, spans, one.place)
-            rows[one.index].append(EncodedChat(one.conversation, one.place, text, encoded, mask, one.policy))
+            rows[one.index].append(EncodedChat(one.conversation, text, encoded, mask, one.policy))
         return rows
 
     def prompts(self, conversations: Sequence[tuple[Conversation, str]]) -> list[list[int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,11 @@ from finetune.data.plain import TextEncoder, token_ids_row
 from finetune.data.template import stop_token_ids
 from finetune.errors import DataError
 
-Pairs = list[tuple[Any, str]]
+
+class _Item(NamedTuple):
+    position: int
+    example: Any
+    place: str
 
 
 class RowEncoder:
@@ -38,11 +43,15 @@ class RowEncoder:
         self.chat = chat
         self.rows: list[TokenRow] = []
         self.counts: Counter[str] = Counter()
-        self.stop_ids: list[int] = stop_token_ids(tokenizer)
-        """At which generation must stop: eos, and the template's end of turn where it is another."""
         self._chats = ConversationEncoder(tokenizer, train_on, chat)
         self._texts = TextEncoder(tokenizer, self._chats.controls, allow_control_tokens=chat.allow_control_tokens)
         self._vocab_size = 0
+        self._made: list[tuple[int, TokenRow]] = []
+
+    @cached_property
+    def stop_ids(self) -> list[int]:
+        """At which generation must stop: eos, and the template's end of turn where it is another."""
+        return stop_token_ids(self.tokenizer)
 
     def add(self, chunk: Sequence[tuple[Example | DataError, str]], *, skip_invalid: bool) -> None:
         """Add the rows of (example, place), in order. An error in the place of an example is a row that was skipped.
@@ -51,43 +60,45 @@ class RowEncoder:
         long where that is an error; and for a preference, which this doesn't train on.
         """
         self.counts["rows"] += len(chunk)
-        # What follows one another and is of one kind is tokenized in one call.
-        start = 0
-        for end in range(1, len(chunk) + 1):
-            if end == len(chunk) or type(chunk[end][0]) is not type(chunk[start][0]):
-                self._add_alike(list(chunk[start:end]), skip_invalid)
-                start = end
+        alike: dict[type, list[_Item]] = {}
+        for index, (example, place) in enumerate(chunk):
+            alike.setdefault(type(example), []).append(_Item(index, example, place))
+        # What is of one kind is tokenized in one call, and its rows go back to their places.
+        for items in alike.values():
+            self._add_alike(items, skip_invalid)
+        self.rows += [row for _, row in sorted(self._made, key=lambda made: made[0])]
+        self._made.clear()
 
     def finish(self) -> dict[str, int]:
         assert self.counts.keys() <= set(COUNTS)
         return {name: self.counts[name] for name in COUNTS}
 
-    def _add_alike(self, pairs: Pairs, skip_invalid: bool) -> None:
-        example, place = pairs[0]
+    def _add_alike(self, items: list[_Item], skip_invalid: bool) -> None:
+        example = items[0].example
         if isinstance(example, DataError):
-            self.counts["skipped_invalid"] += len(pairs)
+            self.counts["skipped_invalid"] += len(items)
         elif isinstance(example, Document):
-            self._add_documents(pairs)
+            self._add_documents(items)
         elif isinstance(example, Conversation):
-            self._add_conversations(pairs, skip_invalid)
+            self._add_conversations(items, skip_invalid)
         elif isinstance(example, Completion):
-            self._add_completions(pairs)
+            self._add_completions(items)
         elif isinstance(example, TokenIds):
-            self._add_token_ids(pairs, skip_invalid)
+            self._add_token_ids(items, skip_invalid)
         else:
             assert isinstance(example, Preference)
             raise DataError(
                 "the row is a preference (chosen and rejected), which this stage doesn't train on",
-                where=place,
+                where=items[0].place,
                 fix="give rows of messages, or of prompt and completion",
             )
 
-    def _keep(self, input_ids: np.ndarray, loss_mask: np.ndarray, place: str) -> None:
+    def _keep(self, item: _Item, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
         supervised = int(np.count_nonzero(loss_mask))
         if not supervised:
             self.counts["dropped_without_target"] += 1
             return
-        self.rows.append(TokenRow(input_ids, loss_mask, place))
+        self._made.append((item.position, TokenRow(input_ids, loss_mask, item.place)))
         self.counts["kept"] += 1
         self.counts["tokens"] += len(input_ids)
         self.counts["supervised_tokens"] += supervised
@@ -111,78 +122,80 @@ class RowEncoder:
             fix="say `overlong: drop` or `overlong: truncate`, or raise max_seq_length",
         )
 
-    def _add_documents(self, documents: Pairs) -> None:
-        encoded = self._texts.documents([document for document, _ in documents])
-        for input_ids, (document, place) in zip(encoded, documents, strict=True):
-            self._count_controls(self._texts.count(document.text), is_text=True)
-            self._add_whole(input_ids, all_but_first(len(input_ids)), place)
+    def _add_documents(self, items: list[_Item]) -> None:
+        encoded = self._texts.documents([item.example for item in items])
+        for item, input_ids in zip(items, encoded, strict=True):
+            self._count_controls(self._texts.count(item.example.text), is_text=True)
+            self._add_whole(item, input_ids, all_but_first(len(input_ids)))
 
-    def _add_token_ids(self, rows: Pairs, skip_invalid: bool) -> None:
+    def _add_token_ids(self, items: list[_Item], skip_invalid: bool) -> None:
         # A vocabulary may have holes, and the embedding is padded at times: what counts is what the tokenizer knows.
         self._vocab_size = self._vocab_size or max(self.tokenizer.get_vocab().values()) + 1
-        for example, place in rows:
+        for item in items:
             try:
-                input_ids, mask = token_ids_row(example, place, self._vocab_size)
+                input_ids, mask = token_ids_row(item.example, item.place, self._vocab_size)
             except DataError:
                 if not skip_invalid:
                     raise
                 self.counts["skipped_invalid"] += 1
             else:
-                self._add_whole(input_ids, mask, place)
+                self._add_whole(item, input_ids, mask)
 
-    def _add_whole(self, input_ids: np.ndarray, mask: np.ndarray, place: str) -> None:
+    def _add_whole(self, item: _Item, input_ids: np.ndarray, mask: np.ndarray) -> None:
         """A row that may be cut anywhere."""
-        if not self._is_overlong(len(input_ids), place):
-            self._keep(input_ids, mask, place)
+        if not self._is_overlong(len(input_ids), item.place):
+            self._keep(item, input_ids, mask)
         elif self.overlong == "drop":
             self.counts["dropped_overlong"] += 1
         elif self.overlong == "truncate":
             self.counts["truncated"] += 1
-            self._keep(input_ids[: self.max_seq_length], mask[: self.max_seq_length], place)
+            self._keep(item, input_ids[: self.max_seq_length], mask[: self.max_seq_length])
         else:
             assert self.max_seq_length is not None
             self.counts["split"] += 1
             pieces, masks = (split_document(whole, self.max_seq_length) for whole in (input_ids, mask))
             for piece, piece_mask in zip(pieces, masks, strict=True):
-                self._keep(piece, piece_mask & all_but_first(len(piece)), place)
+                self._keep(item, piece, piece_mask & all_but_first(len(piece)))
 
-    def _add_completions(self, completions: Pairs) -> None:
+    def _add_completions(self, items: list[_Item]) -> None:
         if self.train_on == "all":
-            joined = [(Document(one.prompt + one.completion), place) for one, place in completions]
-            self._add_documents(joined)
+            texts = [Document(item.example.prompt + item.example.completion) for item in items]
+            self._add_documents([item._replace(example=text) for item, text in zip(items, texts, strict=True)])
             return
-        for (input_ids, mask), (example, place) in zip(self._texts.completions(completions), completions, strict=True):
-            found = self._texts.count(example.prompt) + self._texts.count(example.completion)
+        encoded = self._texts.completions([(item.example, item.place) for item in items])
+        for item, (input_ids, mask) in zip(items, encoded, strict=True):
+            found = self._texts.count(item.example.prompt) + self._texts.count(item.example.completion)
             self._count_controls(found, is_text=True)
-            self.counts["empty_replies"] += not example.completion.strip()
-            if self._is_overlong(len(input_ids), place):
+            self.counts["empty_replies"] += not item.example.completion.strip()
+            if self._is_overlong(len(input_ids), item.place):
                 assert self.max_seq_length is not None
                 if self.overlong == "split":
-                    raise self._no_split("completion", len(input_ids), place)
+                    raise self._no_split("completion", len(input_ids), item.place)
                 if self.overlong == "drop":
                     self.counts["dropped_overlong"] += 1
                     continue
                 input_ids, mask = cut_completion(input_ids, mask, self._texts.head_length, self.max_seq_length)
                 self.counts["truncated"] += 1
-            self._keep(input_ids, mask, place)
+            self._keep(item, input_ids, mask)
 
-    def _add_conversations(self, conversations: Pairs, skip_invalid: bool) -> None:
+    def _add_conversations(self, items: list[_Item], skip_invalid: bool) -> None:
         try:
-            rows = self._chats.encode(conversations)
+            rows = self._chats.encode([(item.example, item.place) for item in items])
         except HistoryError as error:
             # No fault of the row: it isn't skipped.
             raise DataError(error.what, where=error.where, fix=error.fix) from None
         except DataError:
             if not skip_invalid:
                 raise
-            if len(conversations) == 1:
+            if len(items) == 1:
                 self.counts["skipped_invalid"] += 1
                 return
-            middle = len(conversations) // 2
-            self._add_conversations(conversations[:middle], skip_invalid)
-            self._add_conversations(conversations[middle:], skip_invalid)
+            middle = len(items) // 2
+            self._add_conversations(items[:middle], skip_invalid)
+            self._add_conversations(items[middle:], skip_invalid)
             return
-        for (conversation, _), found in zip(conversations, rows, strict=True):
+        for item, found in zip(items, rows, strict=True):
+            conversation: Conversation = item.example
             self._count_controls(self._chats.controls.count_in(conversation), is_text=False)
             self.counts["empty_replies"] += sum(_is_empty(conversation.messages[t]) for t in conversation.trained)
             if not found:
@@ -190,14 +203,14 @@ class RowEncoder:
             elif found[0].policy is not None:
                 self.counts[found[0].policy] += 1
             for row in found:
-                self._add_encoded(row)
+                self._add_chat(item, row)
 
-    def _add_encoded(self, row: EncodedChat) -> None:
-        input_ids, mask, place = row.encoded.input_ids, row.loss_mask, row.place
-        if self._is_overlong(len(input_ids), place):
+    def _add_chat(self, item: _Item, row: EncodedChat) -> None:
+        input_ids, mask = row.encoded.input_ids, row.loss_mask
+        if self._is_overlong(len(input_ids), item.place):
             assert self.max_seq_length is not None
             if self.overlong == "split":
-                raise self._no_split("conversation", len(input_ids), place)
+                raise self._no_split("conversation", len(input_ids), item.place)
             cut = None
             if self.overlong == "truncate":
                 cut = cut_conversation(input_ids, mask, _header_start(row), self.max_seq_length)
@@ -206,7 +219,7 @@ class RowEncoder:
                 return
             input_ids, mask = cut
             self.counts["truncated"] += 1
-        self._keep(input_ids, mask, place)
+        self._keep(item, input_ids, mask)
 
     def _count_controls(self, found: int, *, is_text: bool) -> None:
         self.counts["control_tokens_in_content"] += found
