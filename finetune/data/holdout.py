@@ -13,16 +13,15 @@ def hold_out(dataset: TokenDataset, *, num_rows: int, seed: int) -> tuple[TokenD
 
     Raises DataError when nothing would be left to train on. A document that was split into rows can lie in both parts.
     """
-    if num_rows >= len(dataset.rows):
+    if num_rows >= len(dataset):
         raise DataError(
-            f"{num_rows} rows are to be held out of {len(dataset.rows)}",
+            f"{num_rows} rows are to be held out of {len(dataset)}",
             where="eval_rows",
-            fix=f"set eval_rows below {len(dataset.rows)}",
+            fix=f"set eval_rows below {len(dataset)}",
         )
     # A stream of its own: the loader shuffles with the same seed.
-    chosen = np.random.default_rng((seed, 0x0E7A1)).permutation(len(dataset.rows))[:num_rows]
-    held = set(chosen.tolist())
-    kept_rows = [row for index, row in enumerate(dataset.rows) if index not in held]
-    held_rows = [row for index, row in enumerate(dataset.rows) if index in held]
-    counts = {**dataset.counts, "held_out": num_rows}
-    return TokenDataset(kept_rows, counts), TokenDataset(held_rows, dict(dataset.counts))
+    chosen = np.random.default_rng((seed, 0x0E7A1)).permutation(len(dataset))[:num_rows]
+    held = np.zeros(len(dataset), dtype=np.bool_)
+    held[chosen] = True
+    kept = dataset.select(np.flatnonzero(~held), {**dataset.counts, "held_out": num_rows})
+    return kept, dataset.select(np.flatnonzero(held), dict(dataset.counts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from finetune.data.readers import Row
 from finetune.data.readers.arrow import BATCH_ROWS, rows_of_batches
@@ -12,8 +13,13 @@ from finetune.errors import DataError, HubError
 
 
 def read_split(path: str, *, split: str, name: str | None, revision: str | None) -> Iterator[Row | DataError]:
-    """The rows of one split, each with its place ``path[split]:row N``. What the Hub sends lies in the datasets
-    library's cache, memory-mapped.
+    """The rows of one split, each with its place ``path[split]:row N``. Raises what ``load_split`` does."""
+    rows = load_split(path, split=split, name=name, revision=revision)
+    yield from rows_of_batches(rows.with_format("arrow").iter(BATCH_ROWS), f"{path}[{split}]")
+
+
+def load_split(path: str, *, split: str, name: str | None, revision: str | None) -> Any:
+    """One split as a ``datasets.Dataset``. What the Hub sends lies in the datasets library's cache, memory-mapped.
 
     Raises HubError where the Hub has no such data set or can't be reached, DataError for an unknown split or
     configuration and for a local folder that can't be read.
@@ -53,7 +59,12 @@ def read_split(path: str, *, split: str, name: str | None, revision: str | None)
         ) from cause
     if not len(rows):
         raise DataError("the split holds no rows", where=where, fix="take it out of the recipe")
-    yield from rows_of_batches(rows.with_format("arrow").iter(BATCH_ROWS), where)
+    return rows
+
+
+def split_fingerprint(path: str, *, split: str, name: str | None, revision: str | None) -> str:
+    """What the datasets library calls this content of the split: another one for another commit of the data set."""
+    return str(load_split(path, split=split, name=name, revision=revision)._fingerprint)
 
 
 def local_files(path: str) -> list[str]:

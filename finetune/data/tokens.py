@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
-from finetune.data.dataset import TokenDataset
-from finetune.data.encoder import RowEncoder
+from finetune.data.cache import identity_of, open_entry, open_or_build
+from finetune.data.dataset import COUNTS, TokenDataset, TokenRow
+from finetune.data.encoding import Encoding, chunks_of, encode_in_order
 from finetune.data.options import (
     DEFAULT_CHAT_OPTIONS,
     DEFAULT_MAX_DROPPED_SHARE,
@@ -19,11 +23,8 @@ from finetune.data.options import (
     check_dropped,
 )
 from finetune.data.settings import DatasetSettings
-from finetune.data.sources import read_examples
+from finetune.data.stored import EncodedRows, RowWriter
 from finetune.errors import DataError
-
-# Rows tokenized in one call: enough to feed every core, few enough that their offsets (Python tuples) stay small.
-CHUNK_ROWS = 1000
 
 
 def tokenize_dataset(
@@ -36,9 +37,10 @@ def tokenize_dataset(
     chat: ChatOptions = DEFAULT_CHAT_OPTIONS,
     max_dropped_share: float = DEFAULT_MAX_DROPPED_SHARE,
     seed: int = 0,
+    num_workers: int | None = None,
     show_progress: bool = True,
 ) -> TokenDataset:
-    """Read, render and tokenize all rows of ``sources``, in order.
+    """Read, render and tokenize all rows of ``sources``, in order, into memory.
 
     Documents become the beginning-of-sequence token where the tokenizer writes one, the text, and eos, all supervised.
     Conversations are rendered by the tokenizer's own chat template; ``train_on="assistant"`` supervises the
@@ -46,23 +48,99 @@ def tokenize_dataset(
     A row of more than ``max_seq_length`` tokens is dropped and counted, truncated (see ``overlong.py``), an error, or
     (documents only) split into pieces.
     ``seed`` decides nothing yet: rows stay in file order, and the loader shuffles them.
+    ``num_workers``: processes that share the work where it takes long, see ``encoding.py``.
     Raises DataError, with file and line, for a row that can't be used, when no row is left to train on,
     and when more than ``max_dropped_share`` of the rows were dropped.
     """
-    work = RowEncoder(tokenizer, max_seq_length, overlong, train_on, chat)
+    encoding = Encoding(max_seq_length, overlong, train_on, chat)
+    rows: list[TokenRow] = []
+    numbers: list[np.ndarray] = []
+    counts: Counter[str] = Counter()
+    for number, portion in _encoded(sources, tokenizer, encoding, num_workers=num_workers, show_progress=show_progress):
+        rows += portion.rows()
+        numbers.append(np.full(len(portion.lengths), number, dtype=np.int32))
+        counts.update(portion.counts)
+    whole = _whole(counts)
+    _check(sources, whole, max_dropped_share)
+    return TokenDataset(rows, whole, np.concatenate(numbers), _weights(sources))
+
+
+def prepare_dataset(
+    sources: Sequence[DatasetSettings],
+    *,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    overlong: Overlong,
+    train_on: TrainOn = "assistant",
+    chat: ChatOptions = DEFAULT_CHAT_OPTIONS,
+    max_dropped_share: float = DEFAULT_MAX_DROPPED_SHARE,
+    num_workers: int | None = None,
+    show_progress: bool = True,
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+) -> tuple[TokenDataset, Path]:
+    """(the rows of ``tokenize_dataset``, memory-mapped from the token cache; the entry's folder).
+
+    They are made only where the cache doesn't hold them, or holds them damaged, which is told to ``say``. In memory
+    stay a few bytes a row, however many there are. Raises what ``tokenize_dataset`` does, and ResourceError where the
+    cache can't be written.
+    """
+    encoding = Encoding(max_seq_length, overlong, train_on, chat)
+
+    def build(writer: RowWriter) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        encoded = _encoded(sources, tokenizer, encoding, num_workers=num_workers, show_progress=show_progress)
+        for number, portion in encoded:
+            writer.add(portion, number)
+            counts.update(portion.counts)
+        whole = _whole(counts)
+        _check(sources, whole, max_dropped_share)
+        return whole
+
+    folder, rows, counts = open_or_build(identity_of(sources, tokenizer, encoding), _files(sources), build, say=say)
+    _check(sources, counts, max_dropped_share)
+    return TokenDataset(rows, counts, rows.sources, _weights(sources)), folder
+
+
+def open_prepared(folder: Path, sources: Sequence[DatasetSettings]) -> TokenDataset:
+    """What another process of this machine has prepared from ``sources`` and left in ``folder``."""
+    rows, counts = open_entry(folder, _files(sources))
+    return TokenDataset(rows, counts, rows.sources, _weights(sources))
+
+
+def _encoded(
+    sources: Sequence[DatasetSettings],
+    tokenizer: Any,
+    encoding: Encoding,
+    *,
+    num_workers: int | None,
+    show_progress: bool,
+) -> Iterator[tuple[int, EncodedRows]]:
     with tqdm(desc="tokenize", unit=" rows", disable=None if show_progress else True) as progress:
-        for source in sources:
-            examples = read_examples(source)
-            while chunk := list(islice(examples, CHUNK_ROWS)):
-                work.add(chunk, skip_invalid=source.invalid_rows == "skip")
-                progress.update(len(chunk))
-    counts = work.finish()
-    if not work.rows:
+        for chunk, rows in encode_in_order(chunks_of(sources), tokenizer, encoding, num_workers=num_workers):
+            progress.update(len(chunk.examples))
+            yield chunk.source, rows
+
+
+def _whole(counts: Mapping[str, int]) -> dict[str, int]:
+    assert counts.keys() <= set(COUNTS)
+    return {name: counts.get(name, 0) for name in COUNTS}
+
+
+def _check(sources: Sequence[DatasetSettings], counts: Mapping[str, int], max_dropped_share: float) -> None:
+    shown = ", ".join(source.shown for source in sources)
+    if not counts["kept"]:
         told = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
         raise DataError(
             f"nothing to train on: no row is left ({told or 'no data is given'})",
-            where=", ".join(source.shown for source in sources) or None,
+            where=shown or None,
             fix="raise max_seq_length, choose another `overlong`, or correct the rows",
         )
-    check_dropped(counts, max_dropped_share, ", ".join(source.shown for source in sources))
-    return TokenDataset(work.rows, counts)
+    check_dropped(counts, max_dropped_share, shown)
+
+
+def _files(sources: Sequence[DatasetSettings]) -> list[str]:
+    return [name for source in sources for name in source.data_files()]
+
+
+def _weights(sources: Sequence[DatasetSettings]) -> tuple[float, ...]:
+    return tuple(source.weight for source in sources)
