@@ -58,6 +58,21 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--cpu-memory", metavar="SIZE", help="of one machine, as 512GiB (default: this machine's)")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
+    data = add(
+        "data",
+        "Show what a training stage's model will see: rows as tokens and which are learnt, counts, lengths, repeats, "
+        "held-out rows that stand in the training data.",
+    )
+    _add_recipe_flags(data)
+    data.add_argument("--stage", metavar="STAGE", help="a training stage (default: the first one)")
+    data.add_argument("--rows", type=_not_negative, default=3, metavar="N", help="rows to show (default 3)")
+    data.add_argument("--seed", type=_not_negative, metavar="N", help="which rows (default: by the recipe's seed)")
+    data.add_argument(
+        "--similarity", type=_share, default=0.7, metavar="X", help="from which on two rows are near (default 0.7)"
+    )
+    data.add_argument("--html", metavar="FILE", help="write it as a page, too")
+    data.add_argument("--json", action="store_true", help="print one JSON object")
+
     script = add("launch-script", "Write the file that runs a recipe on several machines, by SLURM or torchrun.")
     _add_recipe_flags(script)
     kind = script.add_mutually_exclusive_group(required=True)
@@ -228,6 +243,13 @@ def _not_negative(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError("must not be negative")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
     return value
 
 

@@ -85,6 +85,17 @@ def plan(options: Namespace) -> None:
     print(json.dumps(planned, indent=2) if options.json else format_plan(planned))
 
 
+def data(options: Namespace) -> None:
+    from finetune.recipe import load_recipe
+
+    quiet_libraries()
+    from finetune.data_preview.show import show_data
+
+    loaded = load_recipe(Path(options.recipe), options.overrides)
+    chosen = {"stage": options.stage, "num_rows": options.rows, "seed": options.seed, "similarity": options.similarity}
+    show_data(loaded, **chosen, html=options.html, as_json=options.json)
+
+
 def launch_script(options: Namespace) -> None:
     from finetune.files import write_text
     from finetune.launch_script import ScriptOptions

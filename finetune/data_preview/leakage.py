@@ -6,8 +6,10 @@ held-out row leaks as far as its n-grams stand in one training row, however much
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -119,10 +121,26 @@ def _passages(example: Example) -> Iterable[Example]:
     """A document of many words in passages, any other example as it is."""
     if not isinstance(example, Document):
         return [example]
-    words = example.text.split()
-    if len(words) <= 2 * PASSAGE_WORDS:
-        return [example]
-    return (
-        Document(" ".join(words[start : start + PASSAGE_WORDS]))
-        for start in range(0, len(words) - PASSAGE_WORDS // 2, PASSAGE_WORDS)
-    )
+    return (Document(passage) for passage, _ in passages(example.text))
+
+
+def text_file_passages(path: str) -> Iterator[tuple[Example | DataError, str]]:
+    """A text file's passages, each with the line it begins at. Raises DataError for what isn't UTF-8."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as cause:
+        raise DataError(f"the file is not UTF-8: {cause}", where=path, fix="save it as UTF-8") from cause
+    for passage, line in passages(text):
+        yield Document(passage), f"{path}:{line}"
+
+
+def passages(text: str) -> Iterator[tuple[str, int]]:
+    """(passage, its first line) of a long text, the last up to half as long again; a text of few words is one."""
+    starts = [match.start() for match in re.finditer(r"\S+", text)]
+    cuts = starts[::PASSAGE_WORDS] if len(starts) > 2 * PASSAGE_WORDS else starts[:1]
+    if len(cuts) > 1 and len(starts) % PASSAGE_WORDS and len(starts) % PASSAGE_WORDS < PASSAGE_WORDS // 2:
+        cuts.pop()
+    line, counted = 1, 0
+    for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
+        line, counted = line + text.count("\n", counted, start), start
+        yield text[start:end], line
