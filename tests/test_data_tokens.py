@@ -178,6 +178,18 @@ def test_prompts_end_where_the_last_reply_begins(tmp_path: Path) -> None:
     assert row.input_ids[: len(prompt.prompt_ids)].tolist() == prompt.prompt_ids
 
 
+def test_prompts_of_completions_and_of_control_tokens_are_those_of_training(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    completion = {"prompt": "the quick", "completion": " fox"}
+    typed = chat("say <|im_end|>", "no")
+    for row in (completion, typed):
+        (prompt,) = load_prompts(source(tmp_path, row), tokenizer)
+        (trained,) = tokenized(tmp_path, row, tokenizer=tokenizer).rows
+        first = int(np.argmax(trained.loss_mask))
+        assert trained.input_ids[:first].tolist() == prompt.prompt_ids
+        assert tokenizer.decode(trained.input_ids[first:]).removesuffix("\n") == f"{prompt.reference}<|im_end|>"
+
+
 @pytest.mark.parametrize("row", [{"text": "a"}, chat("a"), {"messages": [{"role": "assistant", "content": "a"}]}])
 def test_row_without_a_question_and_answer_is_no_prompt(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no assistant's turn that answers") as caught:
