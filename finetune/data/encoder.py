@@ -90,7 +90,7 @@ class RowEncoder:
             raise DataError(
                 "the row is a preference (chosen and rejected), which this stage doesn't train on",
                 where=items[0].place,
-                fix="give rows of messages, or of prompt and completion",
+                fix="say `use: chosen` in the recipe to learn the chosen answers",
             )
 
     def _keep(self, item: _Item, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
