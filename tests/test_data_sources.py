@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pyarrow
 import pytest
 from hypothesis import given, settings
@@ -259,6 +260,17 @@ def test_memory_does_not_grow_with_the_file(name: str, written: Callable[[Any], 
         tracemalloc.stop()
     assert count == 6000
     assert peak < 7e6, f"{peak / 1e6:.1f} MB for a file of 12 MB"
+
+
+def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
+    digits = np.random.default_rng(0).integers(0, 10, size=(20_000, 2000), dtype=np.uint8) + ord("0")
+    table = pyarrow.table({"text": [row.tobytes().decode() for row in digits]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", row_group_size=20_000)
+    del table, digits
+    before = pyarrow.total_allocated_bytes()
+    most = max(pyarrow.total_allocated_bytes() for _ in read_rows(str(tmp_path / "a.parquet")))
+    assert (tmp_path / "a.parquet").stat().st_size > 16e6
+    assert most - before < 9e6, f"{(most - before) / 1e6:.1f} MB"
 
 
 # Folders, patterns, lists.

@@ -9,15 +9,16 @@ from finetune.data.readers import READERS, Row
 from finetune.errors import DataError
 
 BATCH_ROWS = 256
+BUFFER_BYTES = 1 << 20
 
 
 def read_parquet(path: str, separator: str | None) -> Iterator[Row | DataError]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    # Without pre_buffer a batch's pages are read as they are needed, not a whole row group's.
+    # Read in pages, through a buffer: by default a row group is held whole, and many files are one row group.
     try:
-        with ParquetFile(path, pre_buffer=False) as file:
+        with ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
             yield from rows_of_batches(file.iter_batches(BATCH_ROWS), path)
     except (ArrowException, OSError) as cause:
         raise _broken(path, "Parquet", cause) from cause
