@@ -213,7 +213,7 @@ class RowEncoder:
                 raise self._no_split("conversation", len(input_ids), item.place)
             cut = None
             if self.overlong == "truncate":
-                cut = cut_conversation(input_ids, mask, _header_start(row), self.max_seq_length)
+                cut = cut_conversation(input_ids, mask, _asked(row), self.max_seq_length)
             if cut is None:
                 self.counts["dropped_overlong"] += 1
                 return
@@ -231,9 +231,9 @@ def _is_empty(message: dict[str, Any]) -> bool:
     return not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
-def _header_start(row: EncodedChat) -> int | None:
-    """The first token after the content that stands before the first reply: there begin its end of turn and the reply's
-    header, which a cut must keep. None where that content can't be found in the text."""
+def _asked(row: EncodedChat) -> tuple[int, int] | None:
+    """The first token of the content that stands before the first reply, and the first one after it: there begin its
+    end of turn and the reply's header, which a cut must keep. None where that content can't be found in the text."""
     conversation, encoded = row.conversation, row.encoded
     first_reply = int(np.argmax(row.loss_mask))
     turn = conversation.trained[0] if conversation.trained else 0
@@ -242,4 +242,5 @@ def _header_start(row: EncodedChat) -> int | None:
     at = row.text.rfind(content, 0, reply_start) if content else -1
     if at < 0:
         return None
-    return min(int(np.searchsorted(encoded.starts, at + len(content), side="left")), first_reply)
+    end = int(np.searchsorted(encoded.starts, at + len(content), side="left"))
+    return encoded.first_token(at), min(end, first_reply)

@@ -14,14 +14,16 @@ def split_document(input_ids: np.ndarray, max_seq_length: int) -> list[np.ndarra
 
 
 def cut_conversation(
-    input_ids: np.ndarray, loss_mask: np.ndarray, header_start: int | None, max_seq_length: int
+    input_ids: np.ndarray, loss_mask: np.ndarray, asked: tuple[int, int] | None, max_seq_length: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Cut a rendered conversation to ``max_seq_length``; None where it can't keep a reply's header and a target.
 
     Where the first reply begins inside the limit, the end is cut off. Otherwise the last message before it gives up its
-    end: what stays is the beginning, then the tokens from ``header_start`` (the message's end of turn and the
-    reply's header), then the reply, which gets at least half of the room that the header leaves. Nothing is added, so
-    a cut reply ends in no stop token; what follows the last target is always cut off.
+    end: what stays is all before that message and its beginning, then its end of turn and the reply's header, then the
+    reply, which gets at least half of the room that the header leaves. ``asked``: that message's first token, and the
+    first one behind its content. Where nothing of it would stay (a system prompt or earlier turns take all the room),
+    the reply would answer something else: None, too. Nothing is added, so a cut reply ends in no stop token; what
+    follows the last target is always cut off.
     """
     targets = np.flatnonzero(loss_mask)
     if not len(targets):
@@ -29,14 +31,17 @@ def cut_conversation(
     first_target, end = int(targets[0]), int(targets[-1]) + 1
     if first_target < max_seq_length:
         chosen = np.arange(min(end, max_seq_length))
-    elif header_start is None:
+    elif asked is None:
         return None
     else:
+        content_start, header_start = asked
         room = max_seq_length - (first_target - header_start)
         if room < 1:
             return None
         reply_length = min(end - first_target, max(room - header_start, (room + 1) // 2))
         beginning_length = min(header_start, room - reply_length)
+        if beginning_length <= content_start:
+            return None
         chosen = np.concatenate((np.arange(beginning_length), np.arange(header_start, first_target + reply_length)))
     last_target = int(np.flatnonzero(loss_mask[chosen])[-1])
     chosen = chosen[: last_target + 1]

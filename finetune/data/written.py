@@ -22,7 +22,7 @@ def require_message(message: dict[str, Any], text: str, *, number: int, place: s
         if not _holds(squeezed, part):
             shown = part if len(part) <= 60 else part[:57] + "…"
             raise DataError(
-                f"the chat template leaves out the {name} of message {number}, a {message['role']}'s: {shown!r}",
+                f"the chat template leaves out the {name} of message {number} ({message['role']}): {shown!r}",
                 where=place,
                 fix=_FIX,
             )
