@@ -36,8 +36,8 @@ class ControlTokens:
         }
         longest_first = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # Llama 3 has 256 of them, and all begin with the same characters.
-        self._begins = frozenset(content[:2] for content in self._special)
+        # Llama 3 has 256 of them, and all begin with the same character, which few texts hold.
+        self._begins = sorted({content[0] for content in self._special})
         self._copy: _Copy | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class ControlTokens:
 
     def hide(self, conversation: Conversation) -> tuple[Conversation, Hidden]:
         """The conversation with a stand-in for each special token that is written out in its messages and tools."""
-        texts = [*_strings(conversation.messages), *_strings(conversation.tools)]
+        texts = _all_strings(conversation)
         number = 0
         # Letters and digits alone, which templates neither trim nor escape.
         while any(f"controltoken{number}n" in text for text in texts):
@@ -151,6 +151,10 @@ def _parts(text: str, special: re.Pattern[str], hidden: re.Pattern[str]) -> Iter
         at = found.end()
     if at < len(text):
         yield at, text[at:], "text"
+
+
+def _all_strings(conversation: Conversation) -> list[str]:
+    return [*_strings(conversation.messages), *_strings(conversation.tools)]
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -21,7 +21,7 @@ class HistoryError(DataError):
     """The chat template rewrites earlier turns, and the recipe doesn't say what to do about it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EncodedChat:
     """One row. Of a conversation that is split by turn there are several."""
 
@@ -35,12 +35,21 @@ class EncodedChat:
     """The count under which its conversation falls, where the template rewrites it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class EncodedConversation:
+    num_controls: int
+    """Special tokens that are written out in it."""
+    rows: list[EncodedChat]
+    """None where there is no turn to train, several where it is split."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Work:
     index: int
     conversation: Conversation
-    hidden: Hidden
     place: str
+    num_controls: int
+    hidden: Hidden
     policy: str | None = None
 
 
@@ -56,8 +65,8 @@ class ConversationEncoder:
         self._shape: TurnShape | None = None
         self._replies: ReplyFinder | None = None
 
-    def encode(self, conversations: Sequence[tuple[Conversation, str]]) -> list[list[EncodedChat]]:
-        """The rows of each (conversation, place): none where there is no turn to train, several where it is split.
+    def encode(self, conversations: Sequence[tuple[Conversation, str]]) -> list[EncodedConversation]:
+        """The rows of each (conversation, place).
 
         Raises DataError with the place of a conversation that can't be rendered or masked, HistoryError with that of
         one that the template rewrites, where the recipe refuses such.
@@ -66,7 +75,7 @@ class ConversationEncoder:
             self._hide(index, self.chosen(conversation), place)
             for index, (conversation, place) in enumerate(conversations)
         ]
-        rows: list[list[EncodedChat]] = [[] for _ in conversations]
+        results = [EncodedConversation(one.num_controls, []) for one in work]
         found: list[tuple[_Work, str, list[Span] | None]] = []
         if self._train_on == "all":
             found += [(one, text, None) for one, text in zip(work, self._render(work), strict=True)]
@@ -77,8 +86,8 @@ class ConversationEncoder:
         for (one, text, spans), encoded in zip(found, encodings, strict=True):
             length = len(encoded.input_ids)
             mask = all_but_first(length) if spans is None else self._mask(encoded, spans, one.place)
-            rows[one.index].append(EncodedChat(one.conversation, text, encoded, mask, one.policy))
-        return rows
+            results[one.index].rows.append(EncodedChat(one.conversation, text, encoded, mask, one.policy))
+        return results
 
     def prompts(self, conversations: Sequence[tuple[Conversation, str]]) -> list[list[int]]:
         """The token ids of each (conversation, place) up to where the assistant's next turn begins."""
@@ -103,9 +112,11 @@ class ConversationEncoder:
             self._replies = ReplyFinder(self.template, self._shape)
 
     def _hide(self, index: int, conversation: Conversation, place: str) -> _Work:
-        if self._options.allow_control_tokens or not self.controls.count_in(conversation):
-            return _Work(index, conversation, {}, place)
-        return _Work(index, *self.controls.hide(conversation), place)
+        found = self.controls.count_in(conversation)
+        if self._options.allow_control_tokens or not found:
+            return _Work(index, conversation, place, found, {})
+        conversation, hidden = self.controls.hide(conversation)
+        return _Work(index, conversation, place, found, hidden)
 
     def _render(self, work: Sequence[_Work], *, add_generation_prompt: bool = False) -> list[str]:
         return self.template.render(

@@ -180,7 +180,7 @@ class RowEncoder:
 
     def _add_conversations(self, items: list[_Item], skip_invalid: bool) -> None:
         try:
-            rows = self._chats.encode([(item.example, item.place) for item in items])
+            encoded = self._chats.encode([(item.example, item.place) for item in items])
         except HistoryError as error:
             # No fault of the row: it isn't skipped.
             raise DataError(error.what, where=error.where, fix=error.fix) from None
@@ -194,15 +194,14 @@ class RowEncoder:
             self._add_conversations(items[:middle], skip_invalid)
             self._add_conversations(items[middle:], skip_invalid)
             return
-        for item, found in zip(items, rows, strict=True):
-            conversation: Conversation = item.example
-            self._count_controls(self._chats.controls.count_in(conversation), is_text=False)
-            self.counts["empty_replies"] += sum(_is_empty(conversation.messages[t]) for t in conversation.trained)
-            if not found:
+        for item, found in zip(items, encoded, strict=True):
+            self._count_controls(found.num_controls, is_text=False)
+            self.counts["empty_replies"] += sum([_is_empty(item.example.messages[t]) for t in item.example.trained])
+            if not found.rows:
                 self.counts["dropped_without_target"] += 1
-            elif found[0].policy is not None:
-                self.counts[found[0].policy] += 1
-            for row in found:
+            elif found.rows[0].policy is not None:
+                self.counts[found.rows[0].policy] += 1
+            for row in found.rows:
                 self._add_chat(item, row)
 
     def _add_chat(self, item: _Item, row: EncodedChat) -> None:
