@@ -9,7 +9,7 @@ from typing import Any
 from finetune.artifact import read_manifest
 from finetune.engine.settings import world_size
 from finetune.files import sha256_file, sha256_json, write_json
-from finetune.recipe import LoadedRecipe, Stage
+from finetune.recipe import LoadedRecipe, Stage, data_files
 from finetune.stages.base import BASE_MODEL
 
 HASH_CACHE_NAME = ".hashes.json"
@@ -48,7 +48,7 @@ class Fingerprints:
             "kind": stage.kind,
             "seed": recipe.seed,
             "settings": {key: value for key, value in stage.settings.resolved().items() if key not in skipped},
-            "data": {name: self._hash(Path(name)) for name in implementation.data_files(stage.settings)},
+            "data": {name: self._hash(Path(name)) for name in data_files(self._loaded, stage)},
         }
         if implementation.run_rank is not None:
             # Neither `zero` nor the number of ranks: a training goes on, and gives the same, on other machines.

@@ -13,6 +13,7 @@ from pydantic import Field
 from finetune.config.section import Section, parse_section
 from finetune.config.source import Source, apply_overrides, load_yaml
 from finetune.data.files import find_data_files, is_pattern
+from finetune.data.settings import DatasetSettings
 from finetune.engine.settings import LaunchSettings, ZeroSettings
 from finetune.errors import DataError, RecipeError, did_you_mean
 from finetune.files import sha256_json
@@ -186,10 +187,23 @@ def _completed(
         raise RecipeError(what, where=where, fix=f"set {advice}" if advice else "correct the value") from None
 
 
+def data_files(loaded: LoadedRecipe, stage: Stage) -> list[str]:
+    """The files besides models whose content decides the stage's result: its data, and what a new model's tokenizer is
+    made from."""
+    files = list(stage.implementation.data_files(stage.settings))
+    scratch = loaded.recipe.model.scratch
+    if stage.input is None and scratch is not None:
+        for source in scratch.tokenizer.data or []:
+            files += DatasetSettings.model_validate(source.model_dump()).data_files()
+        if scratch.tokenizer.chat_template:
+            files.append(scratch.tokenizer.chat_template)
+    return files
+
+
 def check_files_exist(loaded: LoadedRecipe) -> None:
     """Raise before any work when a file that some stage will read isn't there, or a folder isn't one data set."""
     for stage in loaded.stages:
-        for name in stage.implementation.data_files(stage.settings):
+        for name in data_files(loaded, stage):
             if Path(name).is_file():
                 continue
             if not Path(name).exists() and not is_pattern(name):

@@ -478,3 +478,29 @@ def test_every_kind_of_file_reads_an_empty_one_as_an_error(tmp_path: Path) -> No
         with pytest.raises(FinetuneError, match="no rows"):
             read(write(tmp_path, f"empty{kind}", ""))
     assert find_data_files([f"{tmp_path}/empty{kind}" for kind in READERS])
+
+
+def test_what_a_new_tokenizer_is_made_from_decides_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names = ("data/words.txt", "chat.jinja")
+    for name in names:
+        write(tmp_path, name, "one")
+    flags = [
+        'model.scratch.tokenizer.data=[{"path": "data/words.txt"}]',
+        "model.scratch.tokenizer.chat_template=chat.jinja",
+    ]
+    loaded = load_recipe(Path("recipes/llama_sft.yaml"), flags)
+
+    def fingerprint() -> str:
+        return Fingerprints(loaded).of("pretrain")
+
+    check_files_exist(loaded)
+    for name in names:
+        before = fingerprint()
+        write(tmp_path, name, "two words")
+        assert fingerprint() != before
+        Path(name).unlink()
+        with pytest.raises(DataError, match=f"`pretrain` reads `{name}`, which isn't there"):
+            check_files_exist(loaded)
+        write(tmp_path, name, "three")
