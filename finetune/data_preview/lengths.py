@@ -61,7 +61,7 @@ def lengths_of(lengths: np.ndarray) -> Lengths:
     return Lengths(
         percentiles={str(percent): int(value) for percent, value in zip(PERCENTILES, values, strict=True)},
         mean=float(lengths.mean()),
-        edges=edges[: used + 1].tolist(),
+        edges=[*edges[:used].tolist(), min(int(edges[used]), longest + 1)],
         counts=counts[:used].tolist(),
     )
 

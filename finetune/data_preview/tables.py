@@ -52,7 +52,8 @@ def count_table(preview: Preview) -> list[list[str]]:
 
 def figures(preview: Preview) -> list[tuple[str, str]]:
     """(figure, what it is): the few to look at first."""
-    total = {name: sum(counts[name] for counts in preview.counts.values()) for name in ALWAYS}
+    trained = [counts for name, counts in preview.counts.items() if name != "eval_data"]
+    total = {name: sum(counts[name] for counts in trained) for name in ALWAYS}
     found = [
         (f"{sum(source.num_rows for source in preview.sources):,}", "rows read"),
         (f"{total['tokens']:,}", "tokens"),

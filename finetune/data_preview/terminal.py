@@ -146,7 +146,7 @@ def sample_lines(sample: Sample, *, colour: bool) -> Iterator[Text]:
 def legend(*, colour: bool) -> Text:
     if not colour:
         return Text(
-            f"{LEARNT_OPEN}learnt{LEARNT_CLOSE}  {STOP} behind a stop token that is learnt  ↵ newline  · space  → tab"
+            f"  {LEARNT_OPEN}learnt{LEARNT_CLOSE}  {STOP} behind a stop token that is learnt  ↵ newline  · space  → tab"
         )
     text = Text("  ")
     for words, style in (

@@ -31,7 +31,7 @@ def stage_tokenizer(loaded: LoadedRecipe, stage: Stage) -> tuple[Any, str]:
         scratch = loaded.recipe.model.scratch
         assert scratch is not None
         assert isinstance(stage.settings, TrainSettings)
-        where = "learned from " + ("its own data" if scratch.tokenizer.data else f"the data of `{stage.name}`")
+        where = "learned from " + ("its own data" if scratch.tokenizer.data else f"the data of stage {stage.name}")
         return scratch_tokenizer(scratch, stage.settings.data), where
     folder = model_folder(loaded, source)
     # A broken config.json would be blamed on the tokenizer, which reads it, too.
