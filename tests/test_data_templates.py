@@ -207,7 +207,7 @@ def test_what_the_template_leaves_out_is_an_error(messages: Any, tools: Any, mis
 def test_message_of_a_role_that_the_template_skips_is_an_error() -> None:
     skipping = CHATML_TEMPLATE.replace("in messages %}", "in messages if message['role'] != 'tool' %}")
     chat = [CHAT[0], {"role": "tool", "content": "a map"}, CHAT[1]]
-    with pytest.raises(DataError, match="leaves out the content of message 2 .tool.: 'a map'"):
+    with pytest.raises(DataError, match=r"leaves out the content of message 2 \(tool\): 'a map'"):
         encoder(tokenizer_with(skipping), conversation(chat))
 
 
@@ -308,3 +308,35 @@ def test_encoder_can_be_sent_to_a_worker() -> None:
     sent.add([(conversation(chat), "rows.jsonl:2")], skip_invalid=False)
     assert sent.rows[0].input_ids.tolist() == sent.rows[1].input_ids.tolist()
     assert [row.place for row in sent.rows] == ["rows.jsonl:1", "rows.jsonl:2"]
+
+
+LLAMA3_TOOLS = (
+    "{{ bos_token }}{%- for message in messages %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
+    "{%- if message.tool_calls %}{%- set call = message.tool_calls[0].function %}"
+    "{{ '<|python_tag|>' + call.name + '(' + call.arguments | tojson + ')<|call_end|><|eom_id|>' }}"
+    "{%- else %}{{ message.content | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+
+
+def test_turn_that_calls_tools_may_end_in_a_stop_token_of_its_own() -> None:
+    tokenizer = tokenizer_with(LLAMA3_TOOLS, bos_token="<|begin_of_text|>", eos_token="<|endoftext|>")
+    tokenizer.add_tokens(["<|eom_id|>", "<|python_tag|>", "<|call_end|>"], special_tokens=True)
+    made = encoder(tokenizer, conversation(LAST_TURN_TOOLS[:4]))
+    assert runs(tokenizer, made) == [
+        ['<|python_tag|>weather({"town": "B"})<|call_end|><|eom_id|>', "4 °C<|eot_id|>"],
+    ]
+    stops = ["<|endoftext|>", "<|eot_id|>", "<|eom_id|>"]
+    assert made.stop_ids == tokenizer.convert_tokens_to_ids(stops)
+
+
+def test_template_that_ends_no_turn_is_masked_when_the_recipe_says_so() -> None:
+    tokenizer = tokenizer_with(
+        "{% for message in messages %}### {{ message['role'] }}:\n{{ message['content'] }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+    )
+    with pytest.raises(DataError, match="with a stop token"):
+        encoder(tokenizer, conversation(CHAT))
+    assert runs(tokenizer, encoder(tokenizer, conversation(CHAT), require_stop=False)) == [
+        ["It is Paris.", "Yes, it is."]
+    ]

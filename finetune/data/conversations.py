@@ -108,7 +108,7 @@ class ConversationEncoder:
 
     def _learn_shape(self) -> None:
         if self._shape is None:
-            self._shape = read_turn_shape(self.template)
+            self._shape = read_turn_shape(self.template, require_stop=self._options.require_stop)
             self._replies = ReplyFinder(self.template, self._shape)
 
     def _hide(self, index: int, conversation: Conversation, place: str) -> _Work:
@@ -168,11 +168,13 @@ class ConversationEncoder:
     def _mask(self, encoded: Encoded, spans: Sequence[Span], place: str) -> np.ndarray:
         assert self._shape is not None
         mask = np.zeros(len(encoded.input_ids), dtype=np.bool_)
+        stop_ids = self._shape.stop_ids
         for start, end in spans:
-            tokens = encoded.tokens_up_to(start, end, self._shape.stop_id)
+            tokens = encoded.tokens_up_to(start, end, stop_ids) if stop_ids else encoded.tokens_of(start, end)
             if tokens is None:
                 raise DataError(
-                    f"a reply doesn't end in the stop token {self._shape.stop_text.strip()!r} once tokenized",
+                    f"a reply doesn't end in the stop token {self._shape.closings[0].stop_text.strip()!r} once "
+                    "tokenized",
                     where=place,
                     fix="make it a special token of the tokenizer",
                 )

@@ -53,13 +53,13 @@ class Encoded:
         last = int(np.searchsorted(self.starts, end, side="left"))
         return slice(first, max(first, last))
 
-    def tokens_up_to(self, start: int, end: int, stop_id: int) -> slice | None:
-        """The tokens of [start, end) where the last of them is ``stop_id``, else None."""
+    def tokens_up_to(self, start: int, end: int, stop_ids: frozenset[int]) -> slice | None:
+        """The tokens of [start, end) where the last of them is one of ``stop_ids``, else None."""
         last = None if self._encoding is None else self._encoding.char_to_token(end - 1)
-        if last is None or self.input_ids[last] != stop_id:
+        if last is None or int(self.input_ids[last]) not in stop_ids:
             # A character may belong to several tokens, the last of which counts.
             tokens = self.tokens_of(start, end)
-            return tokens if tokens.start < tokens.stop and self.input_ids[tokens.stop - 1] == stop_id else None
+            return tokens if tokens.start < tokens.stop and int(self.input_ids[tokens.stop - 1]) in stop_ids else None
         return slice(self.first_token(start), last + 1)
 
 

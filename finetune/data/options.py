@@ -33,6 +33,8 @@ class ChatOptions:
     each trained turn, or the last trained turn alone."""
     allow_control_tokens: bool = False
     """Whether a special token that is written out in a message or a text is read as that token, not as text."""
+    require_stop: bool = True
+    """Whether it is an error that a trained turn doesn't end in a stop token, which then isn't learnt."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as ``enable_thinking``."""
 

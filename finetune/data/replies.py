@@ -178,12 +178,7 @@ class ReplyFinder:
                     fix=MASK_FIX,
                 )
             start = len(prompt) + (len(shape.header) if upto.startswith(shape.header, len(prompt)) else 0)
-            closed = len(upto) - len(shape.closing)
-            if closed < start or not upto.endswith(shape.closing):
-                raise _unclosed(shape, turn, place)
-            # What follows the stop token isn't learnt and may differ: Phi-3 ends a conversation, not a turn, with its
-            # eos.
-            end = closed + len(shape.stop_text)
+            end = self._end(upto, start, turn, place)
             require_message(conversation.messages[turn], upto[start:end], number=turn + 1, place=place)
             if not text.startswith(upto[:end]):
                 return _rewritten(turn, upto[:end], text)
@@ -193,10 +188,10 @@ class ReplyFinder:
     def _by_markers(
         self, conversation: Conversation, text: str, alone: Sequence[str], place: str
     ) -> list[Span] | Rewritten:
-        shape, messages = self._shape, conversation.messages
+        messages = conversation.messages
         for turn, upto in zip(conversation.trained, alone, strict=True):
             require_message(messages[turn], upto, number=turn + 1, place=place)
-            end = upto.rfind(shape.stop_text) + len(shape.stop_text)
+            end = self._end(upto, 0, turn, place)
             if not text.startswith(upto[:end]):
                 return _rewritten(turn, upto[:end], text)
         runs = self._template.marked(messages, place=place, tools=conversation.tools)
@@ -208,13 +203,39 @@ class ReplyFinder:
         for turn, (start, end) in zip(turns, runs, strict=True):
             if turn not in conversation.trained:
                 continue
-            # The markers may stop before the stop token, with it, or after what follows it.
-            lowest = max(start, end - len(shape.closing))
-            stop = text.rfind(shape.stop_text, lowest, end + len(shape.stop_text))
-            if stop < 0:
-                raise _unclosed(shape, turn, place)
-            spans.append((start, stop + len(shape.stop_text)))
+            spans.append((start, self._marked_end(text, start, end, turn, place)))
         return spans
+
+    def _end(self, upto: str, start: int, turn: int, place: str) -> int:
+        """Where the stop token of the turn ends, with which the rendering ends.
+
+        What follows it isn't learnt and may differ: Phi-3 ends a conversation, not a turn, with its eos.
+        """
+        for closing in self._shape.closings:
+            closed = len(upto) - len(closing.text)
+            if closed >= start and upto.endswith(closing.text):
+                return closed + len(closing.stop_text)
+        raise self._unclosed(turn, place)
+
+    def _marked_end(self, text: str, start: int, end: int, turn: int, place: str) -> int:
+        """The same for the turn of which the markers enclose [start, end): they may stop before the stop token, with
+        it, or after what follows it."""
+        for closing in self._shape.closings:
+            if closing.stop_id is None:
+                return end
+            lowest = max(start, end - len(closing.text))
+            stop = text.rfind(closing.stop_text, lowest, end + len(closing.stop_text))
+            if stop >= 0:
+                return stop + len(closing.stop_text)
+        raise self._unclosed(turn, place)
+
+    def _unclosed(self, turn: int, place: str) -> DataError:
+        stops = " or ".join(repr(closing.stop_text or closing.text) for closing in self._shape.closings)
+        return DataError(
+            f"the chat template doesn't end message {turn + 1}, an assistant's turn, with {stops}",
+            where=place,
+            fix="correct the chat template, or set `train_on: all`",
+        )
 
 
 def _rewritten(turn: int, upto: str, text: str) -> Rewritten:
@@ -222,11 +243,3 @@ def _rewritten(turn: int, upto: str, text: str) -> Rewritten:
         (index for index, (a, b) in enumerate(zip(upto, text, strict=False)) if a != b), min(len(upto), len(text))
     )
     return Rewritten(turn, upto[at : at + 60])
-
-
-def _unclosed(shape: TurnShape, turn: int, place: str) -> DataError:
-    return DataError(
-        f"the chat template doesn't end message {turn + 1}, an assistant's turn, with {shape.stop_text!r}",
-        where=place,
-        fix="correct the chat template, or set `train_on: all`",
-    )

@@ -17,6 +17,23 @@ Span = tuple[int, int]
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _QUESTION, _REPLY = "the first probe", "the second probe"
 _PROBE: Messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+_ARGUMENT = "the third probe"
+_CALL: dict[str, Any] = {"name": "probe", "arguments": {"text": _ARGUMENT}}
+_CALL_PROBE: Messages = [
+    {"role": "user", "content": _QUESTION},
+    # Mistral's templates want an id of nine letters and digits.
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "probe0000", "type": "function", "function": _CALL}]},
+]
+_CALL_PROBE_TOOLS: Messages = [
+    {
+        "type": "function",
+        "function": {
+            "name": "probe",
+            "description": "A probe",
+            "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text"}}},
+        },
+    }
+]
 MASK_FIX = "put {% generation %} markers around the assistant's turn in the chat template, or set `train_on: all`"
 
 
@@ -128,44 +145,79 @@ def _refused(cause: Exception, place: str) -> DataError:
 
 
 @dataclass(frozen=True)
-class TurnShape:
-    """How a template closes an assistant's turn."""
+class Closing:
+    """What a template writes after a reply."""
 
-    stop_id: int
+    stop_id: int | None
+    """None where no token ends the turn."""
     stop_text: str
     """What follows the reply, up to the end of the stop token."""
-    closing: str
+    text: str
     """All that follows the reply in the turn; begins with ``stop_text``."""
+
+
+@dataclass(frozen=True)
+class TurnShape:
+    """How a template begins and closes an assistant's turn."""
+
+    closings: tuple[Closing, ...]
+    """The first closes a reply; another a turn that calls tools (Llama 3's <|eom_id|>), where that differs."""
     header: str
     """Fixed text that the template writes before the reply where it has no generation prompt to write it."""
-    has_markers: bool
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Empty where no token ends a turn."""
+        return frozenset(closing.stop_id for closing in self.closings if closing.stop_id is not None)
 
 
-def read_turn_shape(template: ChatTemplate) -> TurnShape:
-    """Find out how the chat template closes an assistant's turn, by rendering a short conversation.
+def read_turn_shape(template: ChatTemplate, *, require_stop: bool = True) -> TurnShape:
+    """Find out how the chat template closes an assistant's turn, by rendering short conversations.
 
-    Raises DataError where there is no template, or it doesn't end the turn with a token that can stop generation,
-    or the turn can't be told apart from what stands around it.
+    Raises DataError where there is no template, or it doesn't end the turn with a token that can stop generation (but
+    without ``require_stop``), or the turn can't be told apart from what stands around it.
     """
     tokenizer, where = template.tokenizer, template.place
     (whole,) = template.render([_PROBE], places=[where])
     reply = whole.rfind(_REPLY)
     if reply < 0:
         raise DataError("the chat template doesn't write the assistant's reply", where=where, fix=MASK_FIX)
-    closing = whole[reply + len(_REPLY) :]
-    (encoded,) = encode_texts(tokenizer, [whole])
-    stop = _find_stop(tokenizer, encoded, len(whole) - len(closing))
-    if stop is None:
+    end = reply + len(_REPLY)
+    closing = _closing(tokenizer, whole, end)
+    if closing.stop_id is None and require_stop:
         raise DataError(
-            f"the chat template doesn't end the assistant's turn with a stop token (it writes {closing!r})",
+            f"the chat template doesn't end the assistant's turn with a stop token (it writes {closing.text!r})",
             where=where,
             fix=f"end the turn with {tokenizer.eos_token or 'an end-of-turn token'} in the chat template",
         )
-    stop_id, stop_end = stop
-    has_markers = template.has_markers()
-    header = "" if has_markers else _header(template, whole[:reply])
-    stop_text = closing[: stop_end - (len(whole) - len(closing))]
-    return TurnShape(stop_id=stop_id, stop_text=stop_text, closing=closing, header=header, has_markers=has_markers)
+    header = "" if template.has_markers() else _header(template, whole[:reply])
+    return TurnShape((closing, *_closing_of_calls(template, closing)), header)
+
+
+def _closing(tokenizer: Any, whole: str, end: int) -> Closing:
+    (encoded,) = encode_texts(tokenizer, [whole])
+    stop = _find_stop(tokenizer, encoded, end)
+    return Closing(None, "", whole[end:]) if stop is None else Closing(stop[0], whole[end : stop[1]], whole[end:])
+
+
+def _closing_of_calls(template: ChatTemplate, reply: Closing) -> tuple[Closing, ...]:
+    """How a turn that calls tools is closed, where a template writes such turns and closes them in another way."""
+    try:
+        (whole,) = template.render([_CALL_PROBE], places=[template.place], tools=[_CALL_PROBE_TOOLS])
+    except DataError:
+        return ()
+    if _ARGUMENT not in whole or whole.endswith(reply.text):
+        return ()
+    (encoded,) = encode_texts(template.tokenizer, [whole])
+    # Special tokens may also close the call before the turn, so it is the last one that ends the turn.
+    special = set(template.tokenizer.all_special_ids)
+    added = template.tokenizer.added_tokens_decoder
+    for index in reversed(range(encoded.first_token(whole.rfind(_ARGUMENT) + len(_ARGUMENT)), len(encoded.input_ids))):
+        token_id = int(encoded.input_ids[index])
+        if token_id in special or (token_id in added and added[token_id].special):
+            start, end = int(encoded.starts[index]), int(encoded.ends[index])
+            return (Closing(token_id, whole[start:end], whole[start:]),)
+    return ()
 
 
 def _find_stop(tokenizer: Any, encoded: Encoded, start: int) -> tuple[int, int] | None:
@@ -203,7 +255,7 @@ def _header(template: ChatTemplate, before_reply: str) -> str:
 
 
 def stop_token_ids(tokenizer: Any) -> list[int]:
-    """Ids at which generation must stop: the tokenizer's eos, then the template's end of turn where it is another.
+    """Ids at which generation must stop: the tokenizer's eos, then the template's ends of turn where they are others.
 
     A tokenizer without a template, or whose template ends the turn by no token, has its eos alone.
     """
@@ -211,9 +263,10 @@ def stop_token_ids(tokenizer: Any) -> list[int]:
     if tokenizer.chat_template:
         template = ChatTemplate(tokenizer)
         (whole,) = template.render([_PROBE], places=[template.place])
-        (encoded,) = encode_texts(tokenizer, [whole])
         reply = whole.rfind(_REPLY)
-        stop = _find_stop(tokenizer, encoded, reply + len(_REPLY)) if reply >= 0 else None
-        if stop is not None and stop[0] not in ids:
-            ids.append(stop[0])
+        if reply >= 0:
+            closing = _closing(tokenizer, whole, reply + len(_REPLY))
+            for one in (closing, *_closing_of_calls(template, closing)):
+                if one.stop_id is not None and one.stop_id not in ids:
+                    ids.append(one.stop_id)
     return ids

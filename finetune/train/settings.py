@@ -29,6 +29,8 @@ class TrainSettings(Section):
     `refuse` the conversation, `split` it into a row a turn, each as it was written then, or train the `last` alone."""
     allow_control_tokens: bool = False
     """Read a special token that is written out in a message or a text as that token. By default it stays text."""
+    require_stop_token: bool = True
+    """Refuse a chat template that ends the assistant's turn in no token: the model would not learn to stop."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, for example `{enable_thinking: false}`."""
     max_dropped_share: float = Field(DEFAULT_MAX_DROPPED_SHARE, ge=0, le=1)
@@ -125,7 +127,12 @@ class TrainSettings(Section):
 
     @property
     def chat_options(self) -> ChatOptions:
-        return ChatOptions(self.history, self.allow_control_tokens, self.chat_template_kwargs)
+        return ChatOptions(
+            history=self.history,
+            allow_control_tokens=self.allow_control_tokens,
+            require_stop=self.require_stop_token,
+            template_kwargs=self.chat_template_kwargs,
+        )
 
     @property
     def checkpointed_every(self) -> int | None:
