@@ -33,7 +33,10 @@ from finetune.files import published_folder, require_folder, sha256_file, sha256
 
 CACHE_VARIABLE = "FINETUNE_CACHE"
 ROWS_NAME, ENTRY_NAME = "rows.arrow", "entry.json"
-_READS_NO_ROWS = frozenset({"cache.py", "holdout.py", "loader.py", "order.py", "packing.py", "prompts.py", "text.py"})
+_READS_NO_ROWS = frozenset(
+    {"cache.py", "holdout.py", "loader.py", "order.py", "packing.py"}
+    | {"batch.py", "prompts.py", "streaming.py", "text.py"}
+)
 """Files of this package that don't decide what a row becomes."""
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets")
 _NOT_DECIDING = {"path", "weight"}
@@ -80,11 +83,14 @@ def open_or_build(
                 shutil.rmtree(folder)
         with published_folder(folder) as temporary:
             writer = RowWriter(temporary / ROWS_NAME, files)
+            started = time.perf_counter()
             counts = build(writer)
             writer.close()
+            seconds = time.perf_counter() - started
             path = temporary / ROWS_NAME
             entry = {
                 "counts": counts,
+                "seconds": seconds,
                 "num_rows": writer.num_rows,
                 "largest_token": writer.largest_token,
                 "digest": writer.digest,
@@ -152,6 +158,17 @@ def identity_of(sources: Sequence[DatasetSettings], tokenizer: Any, encoding: En
         "code": _code_identity(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
+
+
+def stream_identity(sources: Sequence[DatasetSettings], tokenizer: Any, encoding: Encoding) -> dict[str, Any]:
+    """What can be said without reading the files: two that are equal should mean equal rows."""
+    shown = []
+    for source in sources:
+        paths = [Path(name) for name in source.data_files()]
+        sizes = [[path.name, path.stat().st_size if path.is_file() else 0] for path in paths]
+        options = {key: value for key, value in source.resolved().items() if key not in _NOT_DECIDING}
+        shown.append({**options, "files": sizes, **({} if sizes else {"path": source.path})})
+    return {"sources": shown, "tokenizer": tokenizer_identity(tokenizer), "encoding": encoding.described()}
 
 
 def _source_identity(source: DatasetSettings) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Protocol
 
 import numpy as np
 
 from finetune.data.batch import LENGTH_MULTIPLE, NO_TARGET, PADDING_DOCUMENT, Batch, BatchLayout
-from finetune.data.dataset import TokenDataset
+from finetune.data.dataset import TokenDataset, TokenRow
 from finetune.data.order import EpochOrder, epoch_order
 
 __all__ = ["LENGTH_MULTIPLE", "NO_TARGET", "PADDING_DOCUMENT", "Batch", "Loader", "StepLoader"]
@@ -18,6 +19,15 @@ class Loader(Protocol):
     """What the training loop asks of its data, step by step; the figures are those of all ranks."""
 
     num_steps: int
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def counts(self) -> dict[str, int]: ...
+
+    @property
+    def first_row(self) -> TokenRow: ...
 
     def batches(self, step: int) -> list[Batch]: ...
 
@@ -74,6 +84,23 @@ class StepLoader:
         # Rounded first: 3 * (1 / 3) of an epoch must not become a step more by a last bit.
         self.num_steps = max_steps or max(1, math.ceil(round((epochs or 0) * self.steps_per_epoch, 6)))
 
+    @property
+    def digest(self) -> str:
+        """The hash of the rows, and of how they are mixed."""
+        if all(weight == 1 for weight in self._dataset.weights):
+            return self._dataset.digest
+        assert self._dataset.sources is not None
+        mixed = hashlib.sha256(repr(self._dataset.weights).encode() + self._dataset.sources.tobytes())
+        return hashlib.sha256((self._dataset.digest + mixed.hexdigest()).encode()).hexdigest()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self._dataset.counts
+
+    @property
+    def first_row(self) -> TokenRow:
+        return self._dataset[0]
+
     def _order(self, epoch: int) -> EpochOrder:
         return epoch_order(
             self._dataset, seed=self._seed, epoch=epoch, pack_length=self._pack_length, group_by_length=self._groups
@@ -122,9 +149,9 @@ class StepLoader:
         """Positions that all ranks compute in the step, padding included."""
         return self._layout.num_positions([self._dataset.lengths[rows].sum() for rows in self.sequences(step)])
 
-    def padding_share(self) -> float:
-        """The part of the first epoch's positions that is padding."""
-        steps = range(min(self.steps_per_epoch, self.num_steps))
+    def padding_share(self, num_steps: int = 200) -> float:
+        """The part of the first steps' positions that is padding."""
+        steps = range(min(num_steps, self.steps_per_epoch, self.num_steps))
         positions = sum(self.num_positions(step) for step in steps)
         return 1 - sum(self.num_tokens(step) for step in steps) / positions
 

@@ -48,11 +48,22 @@ def epoch_order(
     else:
         drawn = _draw(dataset, seed=seed, epoch=epoch)
         rows = drawn[generator.permutation(len(drawn))]
+    return arrange(rows, dataset.lengths, generator, pack_length=pack_length, group_by_length=group_by_length)
+
+
+def arrange(
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    generator: np.random.Generator,
+    *,
+    pack_length: int | None,
+    group_by_length: bool,
+) -> EpochOrder:
+    """Shuffled ``rows`` as sequences; ``lengths`` are those of all rows that there are, by their numbers."""
     if pack_length is None:
-        if group_by_length:
-            rows = _grouped(rows, dataset.lengths, generator)
-        return EpochOrder(rows, np.arange(len(rows) + 1))
-    packed, bounds = pack_flat(dataset.lengths[rows], pack_length)
+        grouped = _grouped(rows, lengths, generator) if group_by_length else rows
+        return EpochOrder(grouped, np.arange(len(rows) + 1))
+    packed, bounds = pack_flat(lengths[rows], pack_length)
     return shuffled(EpochOrder(rows[packed], bounds), generator.permutation(len(bounds) - 1))
 
 

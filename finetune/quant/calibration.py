@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.tokens import tokenize_dataset
+from finetune.data.tokens import prepare_dataset
 from finetune.errors import DataError, RecipeError
 from finetune.model.load import load_tokenizer
 from finetune.quant.settings import CalibrationSettings
@@ -38,17 +38,17 @@ class CalibrationSamples:
 
 
 def load_calibration(model_folder: Path, settings: CalibrationSettings, *, seed: int) -> CalibrationSamples:
-    """Tokenize the data with the model's own tokenizer (and chat template), in an order drawn from ``seed``.
+    """Tokenize the data with the model's own tokenizer (and chat template), in an order drawn from ``seed``; taken from
+    the token cache where they have been before.
 
     Raises DataError where the data holds no token.
     """
-    dataset = tokenize_dataset(
+    dataset, _ = prepare_dataset(
         settings.data,
         tokenizer=load_tokenizer(model_folder),
         max_seq_length=None,
         overlong="split",
         train_on="all",
-        seed=seed,
     )
     rows = [row.input_ids for row in dataset.rows]
     order = np.random.default_rng(seed).permutation(len(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,13 +19,13 @@ from finetune.train.settings import TrainSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, INITIAL = "checkpoints", "initial"
 
 
 class TrainStage(TrainSettings, StageSettings):
     not_deciding: ClassVar[frozenset[str]] = StageSettings.not_deciding | {
         *("save_every_steps", "keep_checkpoints", "gradient_checkpointing", "activation_offload"),
-        *("micro_batch_size", "gradient_accumulation_steps"),
+        *("micro_batch_size", "gradient_accumulation_steps", "data_workers"),
     }
 
 
@@ -39,11 +40,12 @@ def run(context: StageContext) -> dict[str, Any]:
 
     if under_torchrun():
         return _run_joined(context)
-    starting_model(context)
+    model_folder = starting_model(context)
     num_processes = context.launch.num_processes or 1
     if num_processes == 1:
         train_rank(context)
     else:
+        _prepare_rows(context, model_folder)
         run_ranks(
             context.rank_arguments(),
             num_processes=num_processes,
@@ -62,17 +64,32 @@ def _run_joined(context: StageContext) -> dict[str, Any]:
     with process_group(context.launch.device or "cpu", timeout_seconds=context.launch.timeout_seconds):
         if dist.get_rank() == 0:
             starting_model(context)
-        dist.barrier()
+        else:
+            _wait_for_starting_model(context)
         train_rank(context)
         # No barrier behind it: to consolidate a large model takes longer than a collective may wait.
         return finish(context) if dist.get_rank() == 0 else {}
+
+
+def _prepare_rows(context: StageContext, model_folder: Path) -> None:
+    """Leave the rows in the token cache before there are ranks that could wait for one another."""
+    from finetune.model.load import load_config, load_tokenizer
+    from finetune.train.data import prepare_data
+
+    prepare_data(context.settings, load_tokenizer(model_folder), load_config(model_folder))
+
+
+def _wait_for_starting_model(context: StageContext) -> None:
+    """Not in a collective, which may wait for less long than it takes to learn a tokenizer."""
+    while context.input_model is None and INITIAL not in os.listdir(context.folder):
+        time.sleep(0.2)
 
 
 def starting_model(context: StageContext) -> Path:
     """The folder of the model to train: the input, or the recipe's ``scratch`` model, built at the first call."""
     if context.input_model is not None:
         return context.input_model
-    folder = context.folder / "initial"
+    folder = context.folder / INITIAL
     if folder.is_dir():
         return folder
     scratch = context.model.scratch
@@ -133,7 +150,7 @@ def finish(context: StageContext) -> dict[str, Any]:
         dtype=settings.dtype,
         max_shard_size_bytes=settings.max_shard_size_bytes,
     )
-    shutil.rmtree(context.folder / "initial", ignore_errors=True)
+    shutil.rmtree(context.folder / INITIAL, ignore_errors=True)
     metrics: dict[str, Any] = json.loads((context.folder / "training.json").read_text(encoding="utf-8"))
     metrics["consolidate"] = report
     return metrics

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from finetune.checkpoint.commit import (
     Skipped,
@@ -22,20 +21,20 @@ from finetune.checkpoint.commit import (
     remove_newer_checkpoints,
     save_checkpoint,
 )
-from finetune.data.dataset import TokenDataset
-from finetune.data.holdout import hold_out
-from finetune.data.loader import Batch, StepLoader
-from finetune.data.tokens import tokenize_dataset
+from finetune.data.dataset import TokenDataset, TokenRow
+from finetune.data.loader import Batch, Loader, StepLoader
+from finetune.data.streaming import StreamLoader
 from finetune.engine.build import build_engine, needs_process_group
 from finetune.engine.launch import process_group
 from finetune.engine.protocol import AdamWSettings, Engine, MicroBatch, StepResult
 from finetune.engine.settings import ZeroSettings
-from finetune.errors import CheckpointError, RecipeError
+from finetune.errors import RecipeError
 from finetune.model import documents
 from finetune.model.activations import checkpoint_blocks
 from finetune.model.attention import require_exact_attention
 from finetune.model.load import load_config, load_tokenizer, meta_model
 from finetune.model.matmul import round_alike
+from finetune.train.data import make_loader, pad_token_id, prepare_data_together
 from finetune.train.loss import CausalLMLoss
 from finetune.train.metrics import MetricsLog, peak_memory_bytes, read_metrics
 from finetune.train.resume import deciding_settings, set_aside, settings_changed, step_under, taken
@@ -53,6 +52,8 @@ class _Progress:
     """Steps done."""
     eval_losses: dict[str, float] = field(default_factory=dict)
     """Held-out loss by the number of steps done before it (a string, as JSON wants its keys)."""
+    position: dict[str, Any] | None = None
+    """Where the next step begins in rows that are streamed."""
 
 
 def train(
@@ -71,36 +72,31 @@ def train(
     Every rank calls it, inside the process group or alone. It goes on from the newest good checkpoint below
     ``folder/checkpoints`` and saves one at the end. Returns engine and engine_reason, num_steps, resumed_from,
     first_loss, loss, eval_loss_before and eval_loss_after where there is held-out data, num_tokens and
-    num_supervised_tokens over the run, tokens_per_second (median of the steps), peak_memory_bytes, data (counts of
-    rows), skipped_checkpoints. ``accept_changes`` lets it go on from a checkpoint of other settings: from the same
+    num_supervised_tokens over the run, padding_share of its positions, pack_fill_rate (None without packing, or
+    streamed), tokens_per_second (median of the steps), peak_memory_bytes, data (counts of rows), skipped_checkpoints.
+    ``accept_changes`` lets it go on from a checkpoint of other settings: from the same
     place in the data, with the optimizer's state. Raises RecipeError for settings that don't fit the model and when a
     loss or gradient isn't finite, DataError for bad data, CheckpointError when settings changed since the checkpoint.
     """
     with process_group(launch_device, alone_too=needs_process_group(zero, launch_device)) as (rank, world_size):
         config, tokenizer = load_config(model_folder), load_tokenizer(model_folder)
         require_exact_attention(config, max_seq_length=settings.max_seq_length, packing=settings.packing)
-        dataset, eval_dataset = _tokenize(settings, tokenizer, config, show_progress=rank == 0)
-        if settings.eval_rows is not None:
-            dataset, eval_dataset = hold_out(dataset, num_rows=settings.eval_rows, seed=seed)
-        pad_token_id = _pad_token_id(tokenizer)
-        loader = StepLoader(
-            dataset,
-            packing=settings.packing,
-            max_seq_length=settings.max_seq_length,
-            micro_batch_size=settings.micro_batch_size,
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            world_size=world_size,
-            rank=rank,
+        prepared = prepare_data_together(settings, tokenizer, config, folder=folder)
+        loader, eval_dataset = make_loader(
+            prepared,
+            settings,
+            tokenizer,
+            config,
             seed=seed,
-            epochs=settings.epochs,
-            max_steps=settings.max_steps,
-            pad_token_id=pad_token_id,
+            rank=rank,
+            world_size=world_size,
+            say=_say if rank == 0 else lambda text: None,
         )
         engine, engine_reason = _build_engine(model_folder, settings, zero, launch_device, attn_implementation)
-        _check_logits(engine, dataset, settings)
+        _check_logits(engine, loader.first_row, settings)
 
         deciding = deciding_settings(
-            settings, dataset=dataset, num_steps=loader.num_steps, world_size=world_size, seed=seed
+            settings, data_digest=loader.digest, num_steps=loader.num_steps, world_size=world_size, seed=seed
         )
         checkpoints = folder / "checkpoints"
         skipped: list[Skipped] = []
@@ -111,10 +107,14 @@ def train(
             changed = settings_changed(found, deciding, accepts=accept_changes)
             load_checkpoint(found.path, engine.state())
             engine.state_loaded()
-            step = step_under(found, deciding, num_sequences=loader.num_sequences) if changed else found.step
+            num_sequences = loader.num_sequences if isinstance(loader, StepLoader) else None
+            step = step_under(found, deciding, num_sequences=num_sequences) if changed else found.step
             # Those of other steps than the first would stand at the wrong place where steps are counted anew.
             known = found.extra["eval_losses"].items()
             progress = _Progress(step, {key: loss for key, loss in known if step == found.step or key == "0"})
+            if isinstance(loader, StreamLoader):
+                progress.position = found.extra["stream_position"]
+                loader.seek(step, progress.position)
         resumed_from = progress.step
         if rank == 0:
             for path, reason in skipped:
@@ -128,11 +128,18 @@ def train(
         def evaluate() -> None:
             if eval_dataset is not None and str(progress.step) not in progress.eval_losses:
                 progress.eval_losses[str(progress.step)] = held_out_loss(
-                    engine, eval_dataset, settings, rank=rank, world_size=world_size, pad_token_id=pad_token_id
+                    engine,
+                    eval_dataset,
+                    settings,
+                    rank=rank,
+                    world_size=world_size,
+                    pad_token_id=pad_token_id(tokenizer),
                 )
 
         def save() -> None:
             extra = {"settings": deciding, "eval_losses": progress.eval_losses}
+            if progress.position is not None:
+                extra["stream_position"] = progress.position
             save_checkpoint(
                 checkpoints, step=progress.step, state=engine.state(), extra=extra, model_files=model_folder
             )
@@ -164,7 +171,9 @@ def train(
             )
             progress.step = step + 1
             seconds = time.perf_counter() - start
-            num_tokens = sum(len(dataset.rows[row].input_ids) for pack in loader.sequences(step) for row in pack)
+            num_tokens, num_positions = loader.num_tokens(step), loader.num_positions(step)
+            if isinstance(loader, StreamLoader):
+                progress.position = loader.position_after(step)
             line = {
                 "step": progress.step,
                 "loss": result.loss,
@@ -173,6 +182,7 @@ def train(
                 "learning_rate": learning_rate,
                 "num_tokens": num_tokens,
                 "num_supervised_tokens": loader.global_supervised_tokens(step),
+                "padding_share": round(1 - num_tokens / num_positions, 6),
                 "tokens_per_second": num_tokens / seconds,
                 "peak_memory_bytes": peak_memory_bytes(launch_device),
             }
@@ -192,14 +202,15 @@ def train(
             "resumed_from": resumed_from,
             **_summary(log.path, progress, has_eval=eval_dataset is not None),
             "peak_memory_bytes": peak_memory_bytes(launch_device),
-            "data": dataset.counts,
+            "pack_fill_rate": loader.fill_rate() if isinstance(loader, StepLoader) else None,
+            "data": loader.counts,
             "skipped_checkpoints": [f"{path.name}: {reason}" for path, reason in skipped],
         }
 
 
 def _train_step(
     engine: Engine,
-    loader: StepLoader,
+    loader: Loader,
     step: int,
     *,
     learning_rate: float,
@@ -257,49 +268,6 @@ def _micro_batch(batch: Batch) -> MicroBatch:
     }
 
 
-def _tokenize(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, *, show_progress: bool
-) -> tuple[TokenDataset, TokenDataset | None]:
-    """(data to train on, held-out data or None). Raises where a row holds a token that the model doesn't have."""
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and settings.max_seq_length > longest:
-        raise RecipeError(
-            f"rows of {settings.max_seq_length} tokens are longer than the model's max_position_embeddings, {longest}",
-            where="max_seq_length",
-            fix=f"set max_seq_length to at most {longest}",
-        )
-    datasets: list[TokenDataset | None] = []
-    for sources in (settings.data, settings.eval_data):
-        if not sources:
-            datasets.append(None)
-            continue
-        dataset = tokenize_dataset(
-            sources,
-            tokenizer=tokenizer,
-            max_seq_length=settings.max_seq_length,
-            overlong=settings.overlong,
-            train_on=settings.train_on,
-            chat=settings.chat_options,
-            max_dropped_share=settings.max_dropped_share,
-            show_progress=show_progress,
-        )
-        largest = max(int(row.input_ids.max()) for row in dataset.rows)
-        if largest >= text.vocab_size:
-            raise CheckpointError(
-                f"the tokenizer writes token {largest}, the model has {text.vocab_size}",
-                fix="tokenizer and config.json must belong to one model",
-            )
-        datasets.append(dataset)
-    assert datasets[0] is not None
-    return datasets[0], datasets[1]
-
-
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any id will do: padding is masked by position, never by its id."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-
-
 def _build_engine(
     model_folder: Path, settings: TrainSettings, zero: ZeroSettings, device: str, attn_implementation: str
 ) -> tuple[Engine, str]:
@@ -324,9 +292,9 @@ def _build_engine(
     )
 
 
-def _check_logits(engine: Engine, dataset: TokenDataset, settings: TrainSettings) -> None:
+def _check_logits(engine: Engine, row: TokenRow, settings: TrainSettings) -> None:
     """Raise RecipeError where the chunked loss would see other logits than the model gives, on a row's beginning."""
-    input_ids = torch.from_numpy(dataset.rows[0].input_ids[:8].astype(np.int64))[None]
+    input_ids = torch.from_numpy(row.input_ids[:8].astype(np.int64))[None]
     probe = {
         "input_ids": input_ids,
         "targets": torch.full_like(input_ids, -100),
@@ -351,9 +319,22 @@ def _summary(metrics_path: Path, progress: _Progress, *, has_eval: bool) -> dict
             "loss": lines[-1]["loss"],
             "num_tokens": sum(line["num_tokens"] for line in lines),
             "num_supervised_tokens": sum(line["num_supervised_tokens"] for line in lines),
+            "padding_share": _padding_share(lines),
             "tokens_per_second": float(np.median([line["tokens_per_second"] for line in lines])),
         }
     if has_eval:
         summary["eval_loss_before"] = progress.eval_losses.get("0")
         summary["eval_loss_after"] = progress.eval_losses.get(str(progress.step))
     return summary
+
+
+def _padding_share(lines: list[dict[str, Any]]) -> float | None:
+    """Of all positions computed; None where a line was written before it was recorded."""
+    if any("padding_share" not in line for line in lines):
+        return None
+    positions = sum(line["num_tokens"] / (1 - line["padding_share"]) for line in lines)
+    return round(1 - sum(line["num_tokens"] for line in lines) / positions, 6)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

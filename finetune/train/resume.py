@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from pathlib import Path
 from typing import Any
 
 from finetune.artifact import BEFORE_NAME
 from finetune.checkpoint.commit import Found
-from finetune.data.dataset import TokenDataset
 from finetune.errors import CheckpointError
 from finetune.train.settings import TrainSettings
 
@@ -27,6 +25,7 @@ _FREE = {
     "micro_batch_size",
     "gradient_accumulation_steps",
     "data",
+    "data_workers",
     "epochs",
     "max_steps",
 }
@@ -37,7 +36,7 @@ _DATA = "data (sha256 of the tokens)"
 
 
 def deciding_settings(
-    settings: TrainSettings, *, dataset: TokenDataset, num_steps: int, world_size: int, seed: int
+    settings: TrainSettings, *, data_digest: str, num_steps: int, world_size: int, seed: int
 ) -> dict[str, Any]:
     """Plain JSON: everything that decides the weights of each step, the data by its tokens and not by its path."""
     names = sorted(set(TrainSettings.model_fields) - _FREE)
@@ -48,17 +47,8 @@ def deciding_settings(
         _ROWS: rows_a_step,
         "num_steps": num_steps,
         "seed": seed,
-        _DATA: _digest(dataset),
+        _DATA: data_digest[:16],
     }
-
-
-def _digest(dataset: TokenDataset) -> str:
-    digest = hashlib.sha256()
-    for row in dataset.rows:
-        digest.update(len(row.input_ids).to_bytes(8, "little"))
-        digest.update(row.input_ids.tobytes())
-        digest.update(row.loss_mask.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def settings_changed(found: Found, present: dict[str, Any], *, accepts: bool) -> bool:
@@ -81,10 +71,11 @@ def settings_changed(found: Found, present: dict[str, Any], *, accepts: bool) ->
     return bool(differences)
 
 
-def step_under(found: Found, present: dict[str, Any], *, num_sequences: int) -> int:
+def step_under(found: Found, present: dict[str, Any], *, num_sequences: int | None) -> int:
     """How many steps of the ``present`` rows a step the checkpoint's progress is, rounded down: no row is left out.
 
-    ``num_sequences``: of an epoch, whose last step takes what is left. Raises CheckpointError when the data are others,
+    ``num_sequences``: of an epoch, whose last step takes what is left; None where rows are streamed, whose place in the
+    data the checkpoint knows without the number of steps. Raises CheckpointError when the data are others,
     where a place in the old ones means nothing, or all is done.
     """
     saved = found.extra["settings"]
@@ -95,8 +86,11 @@ def step_under(found: Found, present: dict[str, Any], *, num_sequences: int) -> 
             fix="restore the data, or start anew (--force), for example from the consolidated model",
         )
     before, now = int(saved[_ROWS]), int(present[_ROWS])
-    epoch, index = divmod(found.step, math.ceil(num_sequences / before))
-    step = epoch * math.ceil(num_sequences / now) + index * before // now
+    if num_sequences is None:
+        step = found.step * before // now
+    else:
+        epoch, index = divmod(found.step, math.ceil(num_sequences / before))
+        step = epoch * math.ceil(num_sequences / now) + index * before // now
     if step >= present["num_steps"]:
         raise CheckpointError(
             f"the checkpoint is at step {step} of the new settings, which end with step {present['num_steps']}",

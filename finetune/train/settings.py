@@ -19,6 +19,14 @@ class TrainSettings(Section):
     """Longest row, in tokens; the length of a packed row."""
     packing: bool = True
     """Put several documents into one row, each isolated from the others."""
+    group_by_length: bool = True
+    """Without packing: keep rows of like length together, in blocks of 16, so that little of a batch is padding."""
+    streaming: bool = False
+    """Read and encode the rows while training, for data that is too large to be prepared first. Needs ``max_steps``."""
+    streaming_buffer_rows: int = Field(2000, ge=1)
+    """How many rows are shuffled (and packed) among themselves where rows are streamed."""
+    data_workers: int | None = Field(None, ge=0)
+    """Processes that prepare the rows; by default one a core where it takes longer than they take to start."""
     overlong: Literal["drop", "truncate", "error", "split"] = "truncate"
     """What to do with a row longer than ``max_seq_length``."""
     train_on: Literal["assistant", "last", "completion", "all"] = "assistant"
@@ -123,7 +131,18 @@ class TrainSettings(Section):
             raise ValueError("give `epochs` or `max_steps`")
         if self.eval_rows is not None and self.eval_data:
             raise ValueError("give `eval_data` or `eval_rows`, not both")
+        if self.streaming:
+            self._can_be_streamed()
         return self
+
+    def _can_be_streamed(self) -> None:
+        unread = "`streaming` reads the rows as it goes on"
+        if self.max_steps is None:
+            raise ValueError(f"{unread}, so how many steps an epoch has isn't known; set `max_steps`")
+        if self.eval_rows is not None:
+            raise ValueError(f"{unread}, so it can't choose `eval_rows` among them; set `eval_data`")
+        if any(source.weight != 1 for source in self.data):
+            raise ValueError(f"{unread}, so `weight`, a share of all rows, can't be kept; set it to 1")
 
     @property
     def chat_options(self) -> ChatOptions:
