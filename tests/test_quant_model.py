@@ -332,6 +332,6 @@ def test_what_a_block_computed_is_used_again_and_gives_the_same_bytes(
     assert (tmp_path / "kept/model.safetensors").read_bytes() == (tmp_path / "anew/model.safetensors").read_bytes()
     # Two chunks: in the first block without it, passes for o, for gate and up, for down, and onward; with it, for o.
     assert num_calls["anew"] - num_calls["kept"] == 2 * (3 + 2)
-    # With it, of two blocks: the passes for q, k, v and for o (8), looks at a first chunk (6 in all), the probe and
-    # the two evaluation streams (6). Any other pass would be 4 more.
-    assert num_calls["kept"] <= 20
+    # With it, of two blocks: the passes for q, k, v and for o (8), that through the unquantized block (4), looks at a
+    # first chunk (6 in all), the probe and the two evaluation streams (6). Any other pass would be 4 more.
+    assert num_calls["kept"] <= 24

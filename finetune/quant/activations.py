@@ -133,38 +133,52 @@ def shared_inputs(layers: Mapping[str, nn.Module], forward: Any) -> list[list[st
 
 @dataclass
 class HessianSum:
-    """Running sum of x xᵀ over tokens, in float32, and the largest magnitude in them."""
+    """Running sum of x xᵀ over tokens, in float32, and the largest magnitude in them; and how x has drifted."""
 
     in_features: int
     device: torch.device | str = "cpu"
     num_tokens: int = 0
     largest: float = 0.0
     total: Tensor = field(init=False)
+    drifted: Tensor | None = None
+    """Sum of (exact x - x) xᵀ, where what x is in the unquantized model was given."""
 
     def __post_init__(self) -> None:
         self.total = torch.zeros(self.in_features, self.in_features, device=self.device)
 
-    def add(self, hidden_BSI: Tensor, mask_BS: Tensor | None) -> None:
-        """Add the tokens that ``mask_BS`` keeps (all of them where it is None)."""
+    def add(self, hidden_BSI: Tensor, mask_BS: Tensor | None, exact_BSI: Tensor | None = None) -> None:
+        """Add the tokens that ``mask_BS`` keeps (all of them where it is None); ``exact_BSI`` is what they are in the
+        unquantized model, given for all tokens or for none."""
         hidden_NI = kept_tokens(hidden_BSI, mask_BS)
         if not len(hidden_NI):  # an expert that no token of this chunk goes to
             return
         self.num_tokens += len(hidden_NI)
         self.largest = max(self.largest, hidden_NI.abs().max().item())
-        with exact_products(hidden_NI.dtype):
+        dtype = hidden_NI.dtype
+        with exact_products(dtype):
             hidden_NI = hidden_NI.float()
             self.total.addmm_(hidden_NI.T, hidden_NI)
+            if exact_BSI is not None:
+                if self.drifted is None:
+                    self.drifted = torch.zeros_like(self.total)
+                # Rounded to the states' own dtype: of a difference that small no more matters, and the product is fast.
+                drift_NI = (kept_tokens(exact_BSI.to(hidden_NI.device), mask_BS) - hidden_NI).to(dtype).float()
+                self.drifted.addmm_(drift_NI.T, hidden_NI)
 
     def add_up(self, ranks: Ranks) -> None:
         """Let this be the sum over the tokens of all ranks."""
         counted_1, largest_1 = torch.tensor([self.num_tokens]), torch.tensor([self.largest], dtype=torch.float64)
-        ranks.sum_([self.total, counted_1])
+        ranks.sum_([self.total, counted_1, *([] if self.drifted is None else [self.drifted])])
         ranks.max_([largest_1])
         self.num_tokens, self.largest = int(counted_1), float(largest_1)
 
     def mean(self) -> Tensor:
         """hessian_II: the mean of x xᵀ."""
         return self.total / max(self.num_tokens, 1)
+
+    def mean_drift(self) -> Tensor | None:
+        """drift_II: the mean of (exact x - x) xᵀ, where exact inputs were given."""
+        return None if self.drifted is None else self.drifted / max(self.num_tokens, 1)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from finetune.errors import CheckpointError
 from finetune.quant.activations import HessianSum, static_scale
+from finetune.quant.drift import make_up
 from finetune.quant.methods import METHODS, QuantizedWeight
 from finetune.quant.ranks import Ranks, deal
 from finetune.quant.scales import relative_error, weight_values
@@ -43,11 +44,16 @@ def quantize_groups(
     shapes = [(sum(len(tensors[f"{name}.weight"]) for name in group), _width(group, tensors)) for group in groups]
     dealt = deal(shapes, ranks.size)
     mine: dict[int, Found] = {}
+    targets: dict[int, Tensor] = {}
     for position, group in enumerate(groups):
+        sums = None if inputs is None else inputs[group[0]]
+        if ranks.is_first or any(rank == ranks.rank for rank, _ in dealt[position]):
+            targets[position] = _weights_to_round(quantizer, index, group, sums, tensors)
         for rank, rows in dealt[position]:
             if rank == ranks.rank:
-                sums = None if inputs is None else inputs[group[0]]
-                mine[position] = _quantized_rows(quantizer, index, group, rows, sums, tensors)
+                mine[position] = _quantized_rows(quantizer, index, group, targets[position][rows], sums)
+        if not ranks.is_first:
+            targets.clear()
     quantized: dict[str, QuantizedWeight] = {}
     report: list[dict[str, Any]] = []
     for position, group in enumerate(groups):
@@ -62,14 +68,13 @@ def quantize_groups(
         hessian_II = None if sums is None or not ranks.is_first else sums.mean()
         sizes = [len(tensors[f"{name}.weight"]) for name in group]
         zero_points = [None] * len(sizes) if result.zero_point is None else result.zero_point.split(sizes)
-        splits = zip(group, result.codes.split(sizes), result.scale.split(sizes), zero_points, strict=True)
-        for name, codes_OI, scale_OG, zero_point_OG in splits:
+        wholes = targets[position].split(sizes) if ranks.is_first else [torch.empty(0)] * len(sizes)
+        splits = zip(group, wholes, result.codes.split(sizes), result.scale.split(sizes), zero_points, strict=True)
+        for name, target_OI, codes_OI, scale_OG, zero_point_OG in splits:
             quantized[name] = replace(result, codes=codes_OI, scale=scale_OG, zero_point=zero_point_OG)
             error = math.nan
             if ranks.is_first:
-                values_OI = weight_values(quantized[name], torch.float32)
-                weight_OI = tensors[f"{name}.weight"].to(quantizer.decoder.device, torch.float32)
-                error = relative_error(weight_OI, values_OI, hessian_II)
+                error = relative_error(target_OI, weight_values(quantized[name], torch.float32), hessian_II)
             report.append(
                 {
                     "layer": f"{quantizer.decoder.block_name(index)}.{name}",
@@ -87,26 +92,34 @@ def _width(group: Sequence[str], tensors: Mapping[str, Tensor]) -> int:
     return tensors[f"{group[0]}.weight"].shape[1]
 
 
-def _quantized_rows(
+def _weights_to_round(
     quantizer: BlockQuantizer,
     index: int,
     group: Sequence[str],
-    rows: slice,
     inputs: HessianSum | None,
     tensors: Mapping[str, Tensor],
+) -> Tensor:
+    """weight_OI of all layers of ``group``, float32 on the device."""
+    weights = {name: tensors[f"{name}.weight"].to(quantizer.decoder.device, torch.float32) for name in group}
+    for name, weight_OI in weights.items():
+        _check_weight(quantizer, f"{quantizer.decoder.block_name(index)}.{name}", weight_OI)
+    weight_OI = torch.cat(list(weights.values()))
+    drift_II = None if inputs is None else inputs.mean_drift()
+    if inputs is None or drift_II is None:
+        return weight_OI
+    return make_up(weight_OI, inputs.mean(), drift_II)
+
+
+def _quantized_rows(
+    quantizer: BlockQuantizer, index: int, group: Sequence[str], weight_OI: Tensor, inputs: HessianSum | None
 ) -> Found:
     started = time.perf_counter()
     scheme = quantizer.scheme_of(index, group[0])
-    hessian_II = None if inputs is None else inputs.mean()
-    weights = {name: tensors[f"{name}.weight"].to(quantizer.decoder.device, torch.float32) for name in group}
-    scale_dtype = quantizer.scale_dtypes[scheme]
-    for name, weight_OI in weights.items():
-        _check_weight(quantizer, f"{quantizer.decoder.block_name(index)}.{name}", weight_OI)
     result = METHODS[quantizer.method].quantize(
-        torch.cat(list(weights.values()))[rows],
-        hessian_II,
+        weight_OI,
+        None if inputs is None else inputs.mean(),
         weights=scheme.weights,
-        scale_dtype=scale_dtype,
+        scale_dtype=quantizer.scale_dtypes[scheme],
         damp=quantizer.damp,
         act_order=quantizer.act_order,
     )

@@ -135,7 +135,11 @@ def quantize_model(
 
     if samples is not None:
         stream = begin(samples)
-    _quantize_blocks(quantizer, work, stream)
+    exact = None
+    if stream is not None and settings.drift_correction and METHODS[settings.method].makes_up_for_drift:
+        exact = stream.copy("exact")
+    _quantize_blocks(quantizer, work, stream, exact)
+    del exact
     steps = settings.num_tuning_steps(0 if samples is None else samples.counts["tokens_used"])
     if steps:
         assert samples is not None, "the settings ask for calibration data"
@@ -237,8 +241,9 @@ class _Blocks:
     """(T, V)"""
 
 
-def _quantize_blocks(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream | None) -> None:
-    """Quantize every block into ``work`` that isn't there yet, while the calibration samples stream by."""
+def _quantize_blocks(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream | None, exact: Stream | None) -> None:
+    """Quantize every block into ``work`` that isn't there yet, while the calibration samples stream by, in ``exact``
+    through the unquantized blocks."""
     decoder = quantizer.decoder
     num_blocks = len(decoder.blocks)
     for index in tqdm(range(num_blocks), desc="quantize", unit="block", disable=None):
@@ -246,12 +251,15 @@ def _quantize_blocks(quantizer: BlockQuantizer, work: WorkFolder, stream: Stream
         result = work.load(index, name, quantizer.layers_of(index))
         is_last = index + 1 == num_blocks
         if result is None:
-            result = quantizer.quantize(index, stream, advance=not is_last)
+            result = quantizer.quantize(index, stream, advance=not is_last, exact=exact)
             if quantizer.ranks.is_first:
                 work.save(index, name, result)
         elif stream is not None and not is_last:
             with quantizer.quantized_block(index, result, dtype=stream.dtype) as block:
                 stream.advance(block, index, decoder.device)
+            if exact is not None:
+                with decoder.block(index, decoder.load_block(index), dtype=exact.dtype) as block:
+                    exact.advance(block, index, decoder.device)
     quantizer.ranks.wait()  # for the last block to be saved
 
 

@@ -102,6 +102,8 @@ class QuantizeSettings(Section):
     """Quantize the columns of the largest inputs first; costs nothing at inference."""
     true_sequential: bool = True
     """Within a block, let a layer's Hessian see the block's earlier layers already quantized."""
+    drift_correction: bool = True
+    """With gptq and best: let each layer's weights make up for what the rounding before it did to its inputs."""
     smoothing: Annotated[float, Field(ge=0, le=1)] | Literal["search"] | None = "search"
     """For int8 inputs, with calibration: how much of an input's outliers moves into the weights; null moves nothing,
     ``search`` chooses for each input."""

@@ -25,7 +25,8 @@ from finetune.quant.activations import (
     shared_inputs,
 )
 from finetune.quant.decoder import BlockCall, StreamedDecoder
-from finetune.quant.experts import RoutedTokens, joined_stages, routed_mask
+from finetune.quant.drift import ExactInputs
+from finetune.quant.experts import RoutedTokens, expert_of, joined_stages, routed_mask
 from finetune.quant.groups import quantize_groups
 from finetune.quant.memo import ForwardMemo
 from finetune.quant.methods import METHODS, QuantizedWeight
@@ -71,6 +72,12 @@ class Stream:
         return [
             Stream(OneOf(self.hidden, position), [mask_BS], [calls], self.dtype) for position, (mask_BS, calls) in parts
         ]
+
+    def copy(self, name: str) -> Stream:
+        """The same states, which go a way of their own from now on."""
+        storage = self.storage(name)
+        storage.extend(self.hidden)
+        return Stream(storage, self.masks, self.calls, self.dtype, self.share)
 
     def storage(self, name: str) -> MutableSequence[Tensor]:
         """An empty list for more hidden states, which share this stream's memory with it."""
@@ -156,10 +163,13 @@ class BlockQuantizer:
                 yield block
 
     @torch.no_grad()
-    def quantize(self, index: int, stream: Stream | None, *, advance: bool = False) -> BlockResult:
+    def quantize(
+        self, index: int, stream: Stream | None, *, advance: bool = False, exact: Stream | None = None
+    ) -> BlockResult:
         """Quantize block ``index``; ``stream`` holds its inputs, None with a method that uses none.
 
-        ``advance``: afterwards ``stream`` holds what the quantized block makes of them.
+        ``advance``: afterwards ``stream`` holds what the quantized block makes of them. ``exact`` holds its inputs in
+        the unquantized model, afterwards its outputs there: the weights make up for the difference (``drift.py``).
 
         Raises RecipeError for a layer that the block's forward never reaches, CheckpointError for inputs that overflow.
         """
@@ -175,7 +185,8 @@ class BlockQuantizer:
                 outputs = stream.forward(block, index, self.decoder.device) if learns else ()
                 targets = stream.storage("targets")
                 targets.extend(output_BSD.cpu() for output_BSD in outputs)
-                hessians, memo = self._quantize_in_order(block, index, wanted, stream, tensors, quantized, report)
+                in_order = self._quantize_in_order
+                hessians, memo = in_order(block, index, wanted, stream, exact, tensors, quantized, report)
                 if learns:
                     self._learn(block, index, stream, targets, tensors, hessians, quantized, report)
                 elif advance and memo is not None:
@@ -228,6 +239,7 @@ class BlockQuantizer:
         index: int,
         wanted: list[str],
         stream: Stream,
+        exact: Stream | None,
         tensors: dict[str, Tensor],
         quantized: dict[str, QuantizedWeight],
         report: list[dict[str, Any]],
@@ -269,10 +281,15 @@ class BlockQuantizer:
         if self.true_sequential and not routed.modules:
             forward = first_chunk.forward(block, index, device)
             memo = ForwardMemo(block, groups, len(stream.hidden), lambda: list(forward))
+        exact_inputs = None
+        if exact is not None:  # experts are given other tokens there, so theirs can't be compared
+            comparable = [group[0] for group in groups if expert_of(block, group[0]) is None]
+            exact_inputs = ExactInputs(block, index, comparable, exact, device)
         for stage in stages:
             done = {name: layers[name] for name in quantized}
             with quantized_inputs(done, self.input_roundings(index, quantized)):
-                inputs = self._hessians(block, index, {group[0]: layers[group[0]] for group in stage}, stream, memo)
+                firsts = {group[0]: layers[group[0]] for group in stage}
+                inputs = self._hessians(block, index, firsts, stream, memo, exact_inputs)
             found, entries = quantize_groups(self, index, stage, inputs, tensors)
             quantized.update(found)
             report += entries
@@ -318,13 +335,17 @@ class BlockQuantizer:
         layers: dict[str, nn.Linear],
         stream: Stream,
         memo: ForwardMemo | None = None,
+        exact_inputs: ExactInputs | None = None,
     ) -> dict[str, HessianSum]:
         device = self.decoder.device
         sums = {name: HessianSum(layer.in_features, device) for name, layer in layers.items()}
         for position, chunk in enumerate(stream.chunks()):
 
             def add(name: str, hidden_BSI: Tensor, position: int = position, chunk: Stream = chunk) -> None:
-                sums[name].add(hidden_BSI, routed_mask(block, name, chunk.masks[0]))
+                exact_BSI = None
+                if exact_inputs is not None and name in exact_inputs:
+                    exact_BSI = exact_inputs.take(name, position)
+                sums[name].add(hidden_BSI, routed_mask(block, name, chunk.masks[0]), exact_BSI)
                 if memo is not None:
                     memo.keep(name, position, hidden_BSI)
 

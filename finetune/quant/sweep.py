@@ -23,6 +23,7 @@ from finetune.files import write_json
 from finetune.quant.activations import HessianSum
 from finetune.quant.calibration import check_length, load_calibration, notes_on
 from finetune.quant.decoder import StreamedDecoder
+from finetune.quant.drift import ExactInputs
 from finetune.quant.end_to_end import EndToEnd
 from finetune.quant.layers import layer_schemes
 from finetune.quant.memo import ForwardMemo
@@ -56,7 +57,9 @@ class _SharingQuantizer(BlockQuantizer):
         layers: dict[str, nn.Linear],
         stream: Stream,
         memo: ForwardMemo | None = None,
+        exact_inputs: ExactInputs | None = None,
     ) -> dict[str, HessianSum]:
+        assert exact_inputs is None, "every scheme reads what the unquantized model reads"
         rounds_inputs = any(scheme.activations is not None for scheme in self.schemes.values())
         if self.smoothing is not None and (rounds_inputs or METHODS[self.method].scales_inputs):
             return super()._hessians(block, index, layers, stream, memo)

@@ -45,6 +45,8 @@ class QuantMethod:
     """``quantize(weight_OI, hessian_II or None, *, weights: WeightArgs, scale_dtype, damp, act_order)``, float32."""
     scales_inputs: bool = False
     """Whether inputs that stay floats are scaled, as ``smoothing`` scales int8 ones."""
+    makes_up_for_drift: bool = False
+    """Whether the weights to round are those that make up for what earlier rounding did to the layer's inputs."""
     learns: bool = False
     """Whether ``learned_rounding`` goes on from the codes that ``quantize`` finds."""
 

@@ -8,4 +8,4 @@ from __future__ import annotations
 from finetune.quant.methods import METHODS, QuantMethod
 from finetune.quant.methods.gptq import quantize_gptq
 
-METHODS.register("best")(QuantMethod(needs_calibration=True, quantize=quantize_gptq))
+METHODS.register("best")(QuantMethod(needs_calibration=True, quantize=quantize_gptq, makes_up_for_drift=True))

@@ -145,4 +145,4 @@ def _descend(weight_IO: Tensor, codes_IO: Tensor, scale_IO: Tensor, hessian_II: 
         slope_IO[end:].addmm_(hessian_II[end:, start:end], change_BO, alpha=-1)
 
 
-METHODS.register("gptq")(QuantMethod(needs_calibration=True, quantize=quantize_gptq))
+METHODS.register("gptq")(QuantMethod(needs_calibration=True, quantize=quantize_gptq, makes_up_for_drift=True))
