@@ -340,3 +340,32 @@ def test_template_that_ends_no_turn_is_masked_when_the_recipe_says_so() -> None:
     assert runs(tokenizer, encoder(tokenizer, conversation(CHAT), require_stop=False)) == [
         ["It is Paris.", "Yes, it is."]
     ]
+
+
+JOINING = CHATML_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{{ message['content'] }}{% for call in message['tool_calls'] or [] %}"
+    "<call>{{ call['function']['name'] + ' ' + call['function']['arguments'] }}</call>{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", [JOINING, JOINING.replace(" + ' ' + ", " }} {{ ")])
+def test_arguments_are_json_text_where_the_template_takes_text(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    call = {"function": {"name": "weather", "arguments": {"town": "Bern", "exact": True}}}
+    chat: list[Message] = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    expected = '<call>weather {"town": "Bern", "exact": true}</call><|im_end|>'
+    assert runs(tokenizer, encoder(tokenizer, conversation(chat))) == [[expected]]
+
+
+def test_results_that_a_template_drops_later_are_no_error() -> None:
+    forgetful = CHATML_TEMPLATE.replace(
+        "{{ message['content'] }}",
+        "{{ message['content'] if message['role'] != 'tool' or loop.revindex < 3 else 'omitted' }}",
+    )
+    tokenizer = tokenizer_with(forgetful)
+    chat = [CHAT[0], {"role": "tool", "content": "a map"}, CHAT[1], *CHAT[2:]]
+    made = encoder(tokenizer, conversation(chat), history="split")
+    assert runs(tokenizer, made) == [["It is Paris.<|im_end|>"], ["Yes, it is.<|im_end|>"]]
+    assert "a map" in tokenizer.decode(made.rows[0].input_ids)
+    assert "omitted" in tokenizer.decode(made.rows[1].input_ids)

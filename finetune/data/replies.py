@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from finetune.data.formats import Conversation
 from finetune.data.template import MASK_FIX, ChatTemplate, Span, TurnShape
-from finetune.data.written import require_context, require_message
+from finetune.data.written import is_written, require_message, require_tools
 from finetune.errors import DataError
 
 
@@ -145,8 +145,18 @@ class ReplyFinder:
                 row_prompts = [prompts[row, turn] for turn in conversation.trained]
                 answers.append(self._by_prompts(conversation, text, alone, row_prompts, place))
             if not isinstance(answers[-1], Rewritten):
-                require_context(conversation, text, place=place)
+                self._require_context(conversation, text, place)
         return answers
+
+    def _require_context(self, conversation: Conversation, text: str, place: str) -> None:
+        require_tools(conversation, text, place=place)
+        for number, message in enumerate(conversation.messages, start=1):
+            # What the assistant said before may be shortened: so it will be when the model is asked.
+            if message["role"] == "assistant" or is_written(message, text):
+                continue
+            # A template may drop a tool's result later on, but not leave it out from the start.
+            (upto,) = self._render_up_to([conversation], [(0, number)], [place], prompt=True)
+            require_message(message, upto, number=number, place=place)
 
     def _render_up_to(
         self,

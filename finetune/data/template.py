@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from finetune.data.encoded import Encoded, encode_texts
@@ -62,6 +64,7 @@ class ChatTemplate:
     ) -> list[str]:
         """Each conversation's text. Raises DataError with the place of one that the template refuses."""
         self._require_template()
+        conversations = [self._as_taken(messages) for messages in conversations]
         texts = [""] * len(conversations)
         for rows, shared in _by_tools(len(conversations), tools):
             rendered = self._render(
@@ -93,7 +96,9 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # As apply_chat_template does: what is null isn't there.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = [
+            {key: value for key, value in message.items() if value is not None} for message in self._as_taken(messages)
+        ]
         try:
             # Its annotation says str; it returns ([text], [[(start, end), ...]]).
             rendered: Any = render_jinja_template(
@@ -107,6 +112,25 @@ class ChatTemplate:
             raise _refused(cause, place) from cause
         return [(start, end) for start, end in rendered[1][0]]
 
+    def _as_taken(self, messages: Messages) -> Messages:
+        """The messages with the arguments of tool calls as JSON text, where the template takes them so."""
+        if not any("tool_calls" in message for message in messages) or not self._takes_arguments_as_text:
+            return messages
+        return _arguments_as_text(messages)
+
+    @cached_property
+    def _takes_arguments_as_text(self) -> bool:
+        """Some templates join arguments to other text as they are, as OpenAI's interface gives them (DeepSeek's do):
+        an object is refused there, or written as Python writes it."""
+        written = []
+        for messages in (_CALL_PROBE, _arguments_as_text(_CALL_PROBE)):
+            try:
+                written += self._render([messages], [self.place], _CALL_PROBE_TOOLS, False)
+            except DataError:
+                written.append("")
+        as_object, as_text = (_ARGUMENT in text and repr(_CALL["arguments"]) not in text for text in written)
+        return as_text and not as_object
+
     def _require_template(self) -> None:
         if not self.tokenizer.chat_template:
             raise DataError(
@@ -114,6 +138,26 @@ class ChatTemplate:
                 where=self.tokenizer.name_or_path or None,
                 fix="use a chat model's folder, or add a chat_template.jinja to this one",
             )
+
+
+def _arguments_as_text(messages: Messages) -> Messages:
+    return [
+        {**message, "tool_calls": [_call_as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _call_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _call_as_text(call["function"])}
+    arguments = call.get("arguments")
+    return (
+        call
+        if arguments is None or isinstance(arguments, str)
+        else {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    )
 
 
 def _by_tools(number: int, tools: Sequence[Tools] | None) -> Iterator[tuple[list[int], Tools]]:

@@ -12,33 +12,36 @@ from finetune.errors import DataError
 _FIX = "use a template that writes it, or take it out of the row"
 
 
+def is_written(message: dict[str, Any], text: str) -> bool:
+    """Whether ``text`` holds all of ``message``. White space and the escapes of JSON don't count."""
+    return _missing(message, text) is None
+
+
 def require_message(message: dict[str, Any], text: str, *, number: int, place: str) -> None:
-    """Raises DataError where ``text``, in which ``message`` is the last of its role or the only one, lacks part of it.
-
-    White space and the escapes of JSON don't count; a reply may be written apart from the reasoning before it.
-    """
-    squeezed = _squeeze(text)
-    for name, part in _parts(message):
-        if not _holds(squeezed, part):
-            shown = part if len(part) <= 60 else part[:57] + "…"
-            raise DataError(
-                f"the chat template leaves out the {name} of message {number} ({message['role']}): {shown!r}",
-                where=place,
-                fix=_FIX,
-            )
+    """Raises DataError where ``text``, the rendering of ``message`` (and others before it), lacks part of it."""
+    missing = _missing(message, text)
+    if missing is not None:
+        name, part = missing
+        shown = part if len(part) <= 60 else part[:57] + "…"
+        raise DataError(
+            f"the chat template leaves out the {name} of message {number} ({message['role']}): {shown!r}",
+            where=place,
+            fix=_FIX,
+        )
 
 
-def require_context(conversation: Conversation, text: str, *, place: str) -> None:
-    """Raises DataError where ``text`` lacks a message that isn't the assistant's, or the tools. What the assistant said
-    before may be shortened: so it will be when the model is asked."""
-    for number, message in enumerate(conversation.messages, start=1):
-        if message["role"] != "assistant":
-            require_message(message, text, number=number, place=place)
-    squeezed = _squeeze(text)
+def require_tools(conversation: Conversation, text: str, *, place: str) -> None:
+    """Raises DataError where ``text`` lacks the name of a tool."""
+    squeezed = _squeeze(text) if conversation.tools else ""
     for tool in conversation.tools or ():
         name = _tool_name(tool)
         if not _holds(squeezed, name):
             raise DataError(f"the chat template leaves out the tool {name!r}", where=place, fix=_FIX)
+
+
+def _missing(message: dict[str, Any], text: str) -> tuple[str, str] | None:
+    squeezed = _squeeze(text)
+    return next(((name, part) for name, part in _parts(message) if not _holds(squeezed, part)), None)
 
 
 def _parts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
