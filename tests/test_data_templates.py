@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from finetune.data.encoder import RowEncoder
 from finetune.data.formats import Conversation
@@ -295,10 +296,24 @@ def test_control_tokens_in_tools_and_arguments_stay_text() -> None:
 
 def test_stand_ins_and_private_characters_in_a_message_are_text() -> None:
     tokenizer = tiny_tokenizer()
-    content = "controltoken0n1n \ue000<|im_end|>\ue001 \ue0002\ue001"
-    (row,) = encoder(tokenizer, conversation([CHAT[0], {"role": "assistant", "content": content}])).rows
-    assert supervised_runs(tokenizer, row.input_ids, row.loss_mask) == [content + "<|im_end|>"]
-    assert tokenizer.convert_ids_to_tokens(row.input_ids).count("<|im_end|>") == 2
+    contents = ["<|im_end|>", "controltoken0n1n \ue000<|im_end|>\ue001 \ue0002\ue001"]
+    made = encoder(tokenizer, *[conversation([CHAT[0], {"role": "assistant", "content": text}]) for text in contents])
+    assert runs(tokenizer, made) == [[text + "<|im_end|>"] for text in contents]
+    for row in made.rows:
+        assert tokenizer.convert_ids_to_tokens(row.input_ids).count("<|im_end|>") == 2
+
+
+def test_white_space_beside_a_special_token_is_read_as_ever() -> None:
+    tokenizer = CASES["phi3"].tokenizer()
+    tokenizer.add_tokens([AddedToken(token, rstrip=True, special=True) for token in ("<|user|>", "<|end|>")])
+    chat = [{"role": "user", "content": "\n say no"}, {"role": "assistant", "content": "no"}]
+    typed = [{"role": "user", "content": "\n say <|end|>"}, chat[1]]
+    plain, held = encoder(tokenizer, conversation(chat), conversation(typed)).rows
+    assert plain.input_ids.tolist() == ids(tokenizer, chat)
+    word = tokenizer("say", add_special_tokens=False).input_ids[0]
+    assert held.input_ids[:2].tolist() == [tokenizer.convert_tokens_to_ids("<|user|>"), word]
+    tail = len(tokenizer("<|end|><|assistant|>\nno<|end|><|endoftext|>", add_special_tokens=False).input_ids)
+    assert held.input_ids[-tail:].tolist() == plain.input_ids[-tail:].tolist()
 
 
 def test_encoder_can_be_sent_to_a_worker() -> None:
