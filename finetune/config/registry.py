@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -19,7 +20,9 @@ class Registry(Generic[T]):
         self.what = what
         self._package = package
         self._entries: dict[str, T] = {}
-        self._loaded = False
+        self._loaded = self._loading = False
+        # A thread that looks up while another one imports must see all entries, not those so far.
+        self._lock = threading.RLock()
 
     def register(self, name: str) -> Callable[[T], T]:
         def add(entry: T) -> T:
@@ -30,11 +33,19 @@ class Registry(Generic[T]):
         return add
 
     def _load(self) -> None:
-        if not self._loaded:
-            self._loaded = True
-            package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
+        if self._loaded:
+            return
+        with self._lock:
+            if self._loading or self._loaded:
+                return
+            self._loading = True
+            try:
+                package = importlib.import_module(self._package)
+                for module in pkgutil.iter_modules(package.__path__):
+                    importlib.import_module(f"{self._package}.{module.name}")
+                self._loaded = True
+            finally:
+                self._loading = False
 
     def __getitem__(self, name: str) -> T:
         self._load()

@@ -10,7 +10,7 @@ import numpy as np
 
 from finetune.data.batch import LENGTH_MULTIPLE, NO_TARGET, PADDING_DOCUMENT, Batch, BatchLayout
 from finetune.data.dataset import TokenDataset, TokenRow
-from finetune.data.order import EpochOrder, epoch_order
+from finetune.data.order import EpochOrder, at_least, epoch_order
 
 __all__ = ["LENGTH_MULTIPLE", "NO_TARGET", "PADDING_DOCUMENT", "Batch", "Loader", "StepLoader"]
 
@@ -48,7 +48,8 @@ class StepLoader:
     its factors. ``max_steps``, where given, decides the length in place of ``epochs``.
 
     Every epoch has the steps of the first. Sources that are mixed by weights can give another epoch more or fewer
-    packs; where those need another number of steps, they are shared out evenly over the steps there are.
+    packs; where those need another number of steps, they are shared out evenly over the steps there are, each of which
+    gets at least one.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class StepLoader:
         assert 0 <= step < self.num_steps, f"step {step} of {self.num_steps}"
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._known[0] != epoch:
-            self._known = (epoch, self._order(epoch))
+            self._known = (epoch, at_least(self._order(epoch), self.steps_per_epoch))
         order = self._known[1]
         if math.ceil(len(order) / self._global_batch) == self.steps_per_epoch:
             start, end = index * self._global_batch, min((index + 1) * self._global_batch, len(order))

@@ -75,6 +75,16 @@ def shuffled(order: EpochOrder, sequences: np.ndarray) -> EpochOrder:
     return EpochOrder(order.rows[places], bounds)
 
 
+def at_least(order: EpochOrder, num_sequences: int) -> EpochOrder:
+    """The same rows in as many sequences at least: where they are fewer, some are cut in two, evenly over the epoch."""
+    missing = num_sequences - len(order)
+    if missing <= 0:
+        return order
+    inside = np.setdiff1d(np.arange(len(order.rows)), order.bounds)
+    cuts = inside[np.arange(missing) * len(inside) // missing]
+    return EpochOrder(order.rows, np.sort(np.concatenate([order.bounds, cuts])))
+
+
 def _draw(dataset: TokenDataset, *, seed: int, epoch: int) -> np.ndarray:
     """Row indices of an epoch, source by source: of n rows weighted w the next round(w n) of an endless stream of the
     source's rows, shuffled anew each time it has gone through them. So no row is used twice before all were once."""

@@ -105,6 +105,10 @@ def prepare_data_together(
     notes = {leader: f".prepared-{token}-{leader}.json" for leader in leaders.values()}
     leader = leaders[names[rank]]
     prepared = None
+    if rank == 0:
+        for left in folder.glob(".prepared-*.json"):
+            if token not in left.name:
+                left.unlink(missing_ok=True)
     if rank == leader:
         folder.mkdir(parents=True, exist_ok=True)
         try:
