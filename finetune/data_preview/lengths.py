@@ -6,15 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finetune.data.dataset import TokenDataset
-from finetune.data.holdout import hold_out
 from finetune.data.loader import StepLoader
 from finetune.train.settings import TrainSettings
 
 PERCENTILES = (0, 25, 50, 75, 90, 95, 99, 100)
 BINS = 20
-STEPS_LOOKED_AT = 200
-"""Steps whose padding is added up: enough for a share of three digits."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,8 @@ class Batching:
     packing: bool
     num_sequences: int
     """Rows of a batch: packs of rows with ``packing``."""
-    fill_rate: float
-    """Tokens of those over max_seq_length: how full a sequence is."""
+    fill_rate: float | None
+    """The part of the packs that holds tokens; None without packing."""
     padding_share: float
     """Positions of the batches that hold no token, over all that are computed; of the epoch's first steps."""
     steps_per_epoch: int
@@ -76,38 +72,15 @@ def _round_up(width: int) -> int:
         scale *= 10
 
 
-def batching_of(dataset: TokenDataset, settings: TrainSettings, *, world_size: int, seed: int) -> Batching:
-    """Lay ``dataset`` out as the training will. Raises DataError where ``eval_rows`` leaves nothing."""
-    held_out = settings.eval_rows or 0
-    if held_out:
-        dataset, _ = hold_out(dataset, num_rows=held_out, seed=seed)
-    loader = StepLoader(
-        dataset,
-        packing=settings.packing,
-        max_seq_length=settings.max_seq_length,
-        micro_batch_size=settings.micro_batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        world_size=world_size,
-        rank=0,
-        seed=seed,
-        epochs=settings.epochs,
-        max_steps=settings.max_steps,
-        pad_token_id=0,
-    )
-    tokens, positions = 0, 0
-    steps = min(loader.steps_per_epoch, loader.num_steps, STEPS_LOOKED_AT)
-    for step in range(steps):
-        for batch in loader.batches(step):
-            tokens += batch.num_tokens
-            positions += batch.input_ids.numel()
+def batching_of(loader: StepLoader, settings: TrainSettings, *, world_size: int) -> Batching:
     return Batching(
         packing=settings.packing,
         num_sequences=loader.num_sequences,
-        fill_rate=int(dataset.lengths.sum(dtype=np.int64)) / (loader.num_sequences * settings.max_seq_length),
-        padding_share=1 - tokens / positions,
+        fill_rate=loader.fill_rate(),
+        padding_share=loader.padding_share(),
         steps_per_epoch=loader.steps_per_epoch,
         num_steps=loader.num_steps,
         sequences_per_step=settings.micro_batch_size * settings.gradient_accumulation_steps * world_size,
         world_size=world_size,
-        held_out_rows=held_out,
+        held_out_rows=settings.eval_rows or 0,
     )

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from finetune.data.dataset import TokenDataset
-from finetune.data.formats import Preference
+from finetune.data.loader import StepLoader
 from finetune.data.sources import read_examples
-from finetune.data.tokens import tokenize_dataset
 from finetune.data_preview.leakage import HeldOut, Leakage, text_file_passages
 from finetune.data_preview.lengths import Batching, Lengths, batching_of, lengths_of
+from finetune.data_preview.model import stage_model
+from finetune.data_preview.prepared import Prepared, prepare
 from finetune.data_preview.repeats import Repeats
-from finetune.data_preview.samples import Sample, row_encoder, sample_of, ways_on
+from finetune.data_preview.samples import Sample, sample_of
 from finetune.data_preview.survey import SourceSurvey, survey_sources
-from finetune.data_preview.tokenizer import stage_tokenizer
 from finetune.errors import RecipeError, did_you_mean
 from finetune.evaluate.settings import EvaluateSettings
 from finetune.recipe import LoadedRecipe, Stage, check_files_exist
+from finetune.train.data import make_loader
 from finetune.train.settings import TrainSettings
 
 DEFAULT_SIMILARITY = 0.7
-CHUNK_ROWS = 1000
 SHOWN_SETTINGS = ("max_seq_length", "packing", "overlong", "train_on", "history", "allow_control_tokens")
 
 
@@ -49,7 +44,7 @@ class Preview:
     lengths: dict[str, Lengths]
     """Of the rows that are kept, under the names of ``counts``."""
     batching: Batching | None
-    """None for preference rows, which no stage trains on."""
+    """None where rows are streamed, and for preference rows, which no stage trains on."""
     similarity: float
     repeats: Repeats
     leakage: list[Leakage]
@@ -77,7 +72,7 @@ def preview_data(
     settings = chosen.settings
     assert isinstance(settings, TrainSettings)
     check_files_exist(loaded)
-    tokenizer, origin = stage_tokenizer(loaded, chosen)
+    tokenizer, config, origin = stage_model(loaded, chosen)
     survey = survey_sources(
         settings.data,
         held_out_sets(loaded, settings),
@@ -90,15 +85,7 @@ def preview_data(
         sample_of(sampled.example, sampled.place, tokenizer, settings, skip_invalid=sampled.skip_invalid)
         for sampled in survey.sampled
     ]
-    started = time.perf_counter()
-    if survey.all_preferences:
-        counts, lengths = _prepare_preferences(settings, tokenizer)
-        datasets = {}
-    else:
-        datasets = _prepare(settings, tokenizer, show_progress=show_progress)
-        counts = {name: dict(dataset.counts) for name, dataset in datasets.items()}
-        lengths = {name: dataset.lengths for name, dataset in datasets.items()}
-    seconds = time.perf_counter() - started
+    prepared = prepare(settings, tokenizer, config, preferences=survey.all_preferences, show_progress=show_progress)
     return Preview(
         recipe=loaded.recipe.name,
         stage=chosen.name,
@@ -107,11 +94,11 @@ def preview_data(
         tokenizer=origin,
         settings={name: getattr(settings, name) for name in SHOWN_SETTINGS},
         sources=survey.sources,
-        counts=counts,
-        seconds=seconds,
-        tokens_per_second=sum(int(values.sum(dtype=np.int64)) for values in lengths.values()) / seconds,
-        lengths={name: lengths_of(values) for name, values in lengths.items() if len(values)},
-        batching=_batching(loaded, settings, datasets.get("data")),
+        counts=prepared.counts,
+        seconds=prepared.seconds,
+        tokens_per_second=sum(counts["tokens"] for counts in prepared.counts.values()) / prepared.seconds,
+        lengths={name: lengths_of(values) for name, values in prepared.lengths.items() if len(values)},
+        batching=_batching(loaded, settings, tokenizer, config, prepared),
         similarity=similarity,
         repeats=survey.repeats,
         leakage=survey.leakage,
@@ -149,45 +136,21 @@ def held_out_sets(loaded: LoadedRecipe, settings: TrainSettings) -> list[HeldOut
     return found
 
 
-def _prepare(settings: TrainSettings, tokenizer: Any, *, show_progress: bool) -> dict[str, TokenDataset]:
-    """``data``, and ``eval_data`` where there is any, as the training prepares them."""
-    return {
-        name: tokenize_dataset(
-            sources,
-            tokenizer=tokenizer,
-            max_seq_length=settings.max_seq_length,
-            overlong=settings.overlong,
-            train_on=settings.train_on,
-            chat=settings.chat_options,
-            max_dropped_share=settings.max_dropped_share,
-            show_progress=show_progress,
-        )
-        for name, sources in (("data", settings.data), ("eval_data", settings.eval_data))
-        if sources
-    }
-
-
-def _batching(loaded: LoadedRecipe, settings: TrainSettings, dataset: TokenDataset | None) -> Batching | None:
-    if dataset is None:
+def _batching(
+    loaded: LoadedRecipe, settings: TrainSettings, tokenizer: Any, config: Any, prepared: Prepared
+) -> Batching | None:
+    if prepared.data is None:
         return None
     world_size = loaded.recipe.launch.num_processes or 1
-    return batching_of(dataset, settings, world_size=world_size, seed=loaded.recipe.seed)
-
-
-def _prepare_preferences(
-    settings: TrainSettings, tokenizer: Any
-) -> tuple[dict[str, dict[str, int]], dict[str, np.ndarray]]:
-    """(counts, lengths int64 (N,)) of the chosen and of the rejected ways on, each with its prompt."""
-    encoders = {name: row_encoder(tokenizer, settings) for name in ("chosen", "rejected")}
-    lengths: dict[str, list[int]] = {name: [] for name in encoders}
-    for source in settings.data:
-        examples = read_examples(source)
-        while chunk := list(islice(examples, CHUNK_ROWS)):
-            pairs = [(ways_on(row) if isinstance(row, Preference) else row, place) for row, place in chunk]
-            for name, encoder in encoders.items():
-                rows = [(row[name] if isinstance(row, dict) else row, place) for row, place in pairs]
-                encoder.add(rows, skip_invalid=source.invalid_rows == "skip")
-                lengths[name] += [len(row.input_ids) for row in encoder.rows]
-                encoder.rows.clear()
-    counts = {name: encoder.finish() for name, encoder in encoders.items()}
-    return counts, {name: np.array(values, dtype=np.int64) for name, values in lengths.items()}
+    loader, _ = make_loader(
+        prepared.data,
+        settings,
+        tokenizer,
+        config,
+        seed=loaded.recipe.seed,
+        rank=0,
+        world_size=world_size,
+        say=lambda text: None,
+    )
+    assert isinstance(loader, StepLoader)
+    return batching_of(loader, settings, world_size=world_size)

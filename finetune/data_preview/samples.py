@@ -10,6 +10,7 @@ import numpy as np
 
 from finetune.data.dataset import TokenRow
 from finetune.data.encoder import RowEncoder
+from finetune.data.encoding import Encoding
 from finetune.data.formats import Conversation, Example, Preference
 from finetune.data_preview.pieces import Piece, pieces_of
 from finetune.errors import DataError
@@ -72,10 +73,8 @@ class Reservoir:
         return [item for _, item in sorted(self._kept, key=lambda kept: kept[0])]
 
 
-def row_encoder(tokenizer: Any, settings: TrainSettings) -> RowEncoder:
-    return RowEncoder(
-        tokenizer, settings.max_seq_length, settings.overlong, settings.train_on, chat=settings.chat_options
-    )
+def encoding_of(settings: TrainSettings) -> Encoding:
+    return Encoding(settings.max_seq_length, settings.overlong, settings.train_on, settings.chat_options)
 
 
 def sample_of(
@@ -95,7 +94,7 @@ def sample_of(
 
 
 def _plain(example: Example, place: str, tokenizer: Any, settings: TrainSettings) -> Sample:
-    encoder = row_encoder(tokenizer, settings)
+    encoder = encoding_of(settings).encoder(tokenizer)
     rows, notes = _encode(encoder, example, place)
     shown = [_row(tokenizer, row, encoder.stop_ids) for row in rows]
     if len(shown) > 1:
@@ -136,9 +135,9 @@ def _preference(example: Preference, place: str, tokenizer: Any, settings: Train
     """The prompt that both ways on share, then each of them."""
     rows: dict[str, TokenRow] = {}
     notes: list[str] = []
-    encoder = row_encoder(tokenizer, settings)
+    encoder = encoding_of(settings).encoder(tokenizer)
     for name, conversation in ways_on(example).items():
-        encoder = row_encoder(tokenizer, settings)
+        encoder = encoding_of(settings).encoder(tokenizer)
         made, fates = _encode(encoder, conversation, place)
         notes += [f"{name}: {fate}" for fate in fates]
         if len(made) == 1:

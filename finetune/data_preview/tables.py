@@ -83,7 +83,9 @@ def batching_lines(preview: Preview) -> list[str]:
     batching, limit = preview.batching, preview.settings["max_seq_length"]
     if batching is None:
         return []
-    what = f"packs of {limit:,} tokens, {batching.fill_rate:.1%} full" if batching.packing else "rows, one a sequence"
+    what = "rows, one a sequence"
+    if batching.fill_rate is not None:
+        what = f"packs of {limit:,} tokens, {batching.fill_rate:.1%} full"
     ranks = f"{batching.world_size} rank{'s' if batching.world_size > 1 else ''}"
     lines = [
         f"{batching.num_sequences:,} {what}; {batching.padding_share:.1%} of what is computed is padding",
