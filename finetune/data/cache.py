@@ -54,7 +54,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "finetune"
 
 
-class _DamagedError(Exception):
+class DamagedEntryError(Exception):
     """An entry isn't as it was written."""
 
 
@@ -78,7 +78,7 @@ def open_or_build(
         if folder.exists():
             try:
                 return folder, *open_entry(folder, files, verify=True)
-            except _DamagedError as damage:
+            except DamagedEntryError as damage:
                 say(f"the prepared rows in {folder} are damaged ({damage}): they are prepared again")
                 shutil.rmtree(folder)
         with published_folder(folder) as temporary:
@@ -109,22 +109,22 @@ def open_entry(folder: Path, files: Sequence[str], *, verify: bool = False) -> t
         entry = json.loads((folder / ENTRY_NAME).read_text(encoding="utf-8"))
         size = path.stat().st_size
         if size != entry["size_bytes"]:
-            raise _DamagedError(f"{ROWS_NAME} has {size} bytes of {entry['size_bytes']}")
+            raise DamagedEntryError(f"{ROWS_NAME} has {size} bytes of {entry['size_bytes']}")
         if verify and _checksum(path) != entry["xxh3"]:
-            raise _DamagedError(f"{ROWS_NAME} isn't what was written")
+            raise DamagedEntryError(f"{ROWS_NAME} isn't what was written")
         rows = StoredRows(path, files=files, digest=entry["digest"], largest_token=entry["largest_token"])
         if len(rows) != entry["num_rows"]:
-            raise _DamagedError(f"{ROWS_NAME} holds {len(rows)} rows of {entry['num_rows']}")
+            raise DamagedEntryError(f"{ROWS_NAME} holds {len(rows)} rows of {entry['num_rows']}")
         return rows, entry["counts"]
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as cause:
-        raise _DamagedError(f"{type(cause).__name__}: {cause}") from cause
+        raise DamagedEntryError(f"{type(cause).__name__}: {cause}") from cause
 
 
 def _checksum(path: Path) -> str:
     """Against damage, not against malice: ten times as fast as sha256, so a hit waits for the disk alone."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as stream:
-        while part := stream.read(1 << 22):
+        while part := stream.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from finetune.data.cache import identity_of, open_entry, open_or_build
+from finetune.data.cache import CACHE_VARIABLE, DamagedEntryError, identity_of, open_entry, open_or_build
 from finetune.data.dataset import COUNTS, TokenDataset, TokenRow
 from finetune.data.encoding import Encoding, chunks_of, encode_in_order
 from finetune.data.options import (
@@ -24,7 +24,7 @@ from finetune.data.options import (
 )
 from finetune.data.settings import DatasetSettings
 from finetune.data.stored import EncodedRows, RowWriter
-from finetune.errors import DataError
+from finetune.errors import DataError, ResourceError
 
 
 def tokenize_dataset(
@@ -102,8 +102,18 @@ def prepare_dataset(
 
 
 def open_prepared(folder: Path, sources: Sequence[DatasetSettings]) -> TokenDataset:
-    """What another process of this machine has prepared from ``sources`` and left in ``folder``."""
-    rows, counts = open_entry(folder, _files(sources))
+    """What another process of this machine has prepared from ``sources`` and left in ``folder``.
+
+    Raises ResourceError where it can't be opened.
+    """
+    try:
+        rows, counts = open_entry(folder, _files(sources))
+    except DamagedEntryError as cause:
+        raise ResourceError(
+            f"the rows that another process of this machine has prepared can't be opened: {cause}",
+            where=folder,
+            fix=f"set {CACHE_VARIABLE} to a folder that all of its processes see",
+        ) from cause
     return TokenDataset(rows, counts, rows.sources, _weights(sources))
 
 
