@@ -137,6 +137,8 @@ def text_file_passages(path: str) -> Iterator[tuple[Example | DataError, str]]:
 def passages(text: str) -> Iterator[tuple[str, int]]:
     """(passage, its first line) of a long text, the last up to half as long again; a text of few words is one."""
     starts = [match.start() for match in re.finditer(r"\S+", text)]
+    if not starts:
+        return
     cuts = starts[::PASSAGE_WORDS] if len(starts) > 2 * PASSAGE_WORDS else starts[:1]
     if len(cuts) > 1 and len(starts) % PASSAGE_WORDS and len(starts) % PASSAGE_WORDS < PASSAGE_WORDS // 2:
         cuts.pop()
