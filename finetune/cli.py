@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 from finetune import __version__
 from finetune.errors import FinetuneError, InterruptedRunError, resource_error
@@ -120,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--exact-match", metavar="FILE", help="conversations whose last answer is generated and compared"
     )
+    _add_template_kwargs(evaluate)
     evaluate.add_argument("--window", metavar="N", help="tokens of a perplexity window (1024, or the model's context)")
     evaluate.add_argument("--max-tokens", metavar="N", help="tokens of the file to take (all)")
     evaluate.add_argument("--max-new-tokens", metavar="N", help="tokens to generate at most")
@@ -129,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(generate)
     generate.add_argument("--prompt", required=True, metavar="TEXT")
     generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N")
+    _add_template_kwargs(generate)
     generate.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
 
     export = add("export", "Write a folder ready for the Hub: weights, tokenizer, chat template, model card.")
@@ -213,6 +217,16 @@ def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_template_kwargs(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="arguments of the chat template: '{\"enable_thinking\": false}'",
+    )
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder or Hub id")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
@@ -223,6 +237,16 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
         "--out", required=True, metavar="DIR", help="the folder to write; must not exist yet, or be empty"
     )
     parser.add_argument("--force", action="store_true", help="replace DIR where it exists")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as cause:
+        raise argparse.ArgumentTypeError(f"not JSON: {cause}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('must be an object: {"name": value}')
+    return value
 
 
 def _positive(text: str) -> int:

@@ -276,6 +276,7 @@ def evaluate(options: Namespace) -> None:
             flags[key] = getattr(options, key)
     if options.exact_match:
         flags["exact_match"] = {"path": options.exact_match}
+    flags["chat_template_kwargs"] = options.chat_template_kwargs
     if not options.perplexity and not options.exact_match:
         raise RecipeError(
             "there is nothing to measure", where="evaluate", fix="give --perplexity FILE or --exact-match FILE"
@@ -297,6 +298,7 @@ def evaluate(options: Namespace) -> None:
 
 def generate(options: Namespace) -> None:
     quiet_libraries()
+    from finetune.data.options import ChatOptions
     from finetune.evaluate.generation import chat_prompt_ids, generate_replies
     from finetune.model.load import load_config, load_model, load_tokenizer, resolve_model
 
@@ -307,7 +309,8 @@ def generate(options: Namespace) -> None:
     if options.raw:
         prompt = tokenizer(options.prompt)["input_ids"]
     else:
-        prompt = chat_prompt_ids(tokenizer, [{"role": "user", "content": options.prompt}])
+        chat = ChatOptions(template_kwargs=options.chat_template_kwargs)
+        prompt = chat_prompt_ids(tokenizer, [{"role": "user", "content": options.prompt}], chat)
     model = load_model(folder, dtype="auto", device=device(options))
     (reply,) = generate_replies(model, tokenizer, [prompt], max_new_tokens=options.max_new_tokens)
     print(reply)

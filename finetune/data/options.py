@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 from finetune.errors import DataError
 
@@ -42,9 +44,15 @@ class ChatOptions:
 DEFAULT_CHAT_OPTIONS = ChatOptions()
 
 
-def foreign_template_argument(kwargs: Mapping[str, Any]) -> str | None:
-    """The first name among ``kwargs`` that a recipe can't set, since the program does."""
-    return next((name for name in kwargs if name in _TEMPLATE_OWN), None)
+def _are_free(kwargs: dict[str, Any]) -> dict[str, Any]:
+    name = next((name for name in kwargs if name in _TEMPLATE_OWN), None)
+    if name is not None:
+        raise ValueError(f"`{name}` is not for a recipe to set: take it out")
+    return kwargs
+
+
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_are_free)]
+"""The field of a section that holds arguments of the chat template."""
 
 
 def check_dropped(counts: Mapping[str, int], max_dropped_share: float, where: str | None = None) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from finetune.data.formats import Conversation
 from finetune.data.template import MASK_FIX, ChatTemplate, Span, TurnShape
-from finetune.data.written import is_written, require_message, require_tools
+from finetune.data.written import Rendering, require_message, require_tools
 from finetune.errors import DataError
 
 
@@ -149,14 +149,15 @@ class ReplyFinder:
         return answers
 
     def _require_context(self, conversation: Conversation, text: str, place: str) -> None:
-        require_tools(conversation, text, place=place)
+        rendering = Rendering(text)
+        require_tools(conversation, rendering, place=place)
         for number, message in enumerate(conversation.messages, start=1):
             # What the assistant said before may be shortened: so it will be when the model is asked.
-            if message["role"] == "assistant" or is_written(message, text):
+            if message["role"] == "assistant" or rendering.missing(message) is None:
                 continue
             # A template may drop a tool's result later on, but not leave it out from the start.
             (upto,) = self._render_up_to([conversation], [(0, number)], [place], prompt=True)
-            require_message(message, upto, number=number, place=place)
+            require_message(message, Rendering(upto), number=number, place=place)
 
     def _render_up_to(
         self,
@@ -189,7 +190,7 @@ class ReplyFinder:
                 )
             start = len(prompt) + (len(shape.header) if upto.startswith(shape.header, len(prompt)) else 0)
             end = self._end(upto, start, turn, place)
-            require_message(conversation.messages[turn], upto[start:end], number=turn + 1, place=place)
+            require_message(conversation.messages[turn], Rendering(upto[start:end]), number=turn + 1, place=place)
             if not text.startswith(upto[:end]):
                 return _rewritten(turn, upto[:end], text)
             spans.append((start, end))
@@ -200,7 +201,7 @@ class ReplyFinder:
     ) -> list[Span] | Rewritten:
         messages = conversation.messages
         for turn, upto in zip(conversation.trained, alone, strict=True):
-            require_message(messages[turn], upto, number=turn + 1, place=place)
+            require_message(messages[turn], Rendering(upto), number=turn + 1, place=place)
             end = self._end(upto, 0, turn, place)
             if not text.startswith(upto[:end]):
                 return _rewritten(turn, upto[:end], text)

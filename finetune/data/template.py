@@ -45,6 +45,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
+        self._markers: dict[bool, bool] = {}
 
     @property
     def place(self) -> str:
@@ -52,7 +53,12 @@ class ChatTemplate:
 
     def has_markers(self, tools: Tools = None) -> bool:
         """Whether ``{% generation %}`` tells what the assistant writes."""
-        return _GENERATION_MARKER.search(self.tokenizer.get_chat_template(tools=tools)) is not None
+        # A tokenizer may have a template of its own for conversations with tools.
+        with_tools = tools is not None
+        if with_tools not in self._markers:
+            written = self.tokenizer.get_chat_template(tools=tools)
+            self._markers[with_tools] = _GENERATION_MARKER.search(written) is not None
+        return self._markers[with_tools]
 
     def render(
         self,

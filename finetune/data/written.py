@@ -12,14 +12,25 @@ from finetune.errors import DataError
 _FIX = "use a template that writes it, or take it out of the row"
 
 
-def is_written(message: dict[str, Any], text: str) -> bool:
-    """Whether ``text`` holds all of ``message``. White space and the escapes of JSON don't count."""
-    return _missing(message, text) is None
+class Rendering:
+    """A rendered text, of which white space and the escapes of JSON don't count."""
+
+    def __init__(self, text: str) -> None:
+        self._squeezed = _squeeze(text)
+
+    def holds(self, part: str) -> bool:
+        return (
+            _squeeze(part) in self._squeezed or _squeeze(json.dumps(part, ensure_ascii=False)[1:-1]) in self._squeezed
+        )
+
+    def missing(self, message: dict[str, Any]) -> tuple[str, str] | None:
+        """(what, text) of the first part of ``message`` that isn't there."""
+        return next(((name, part) for name, part in _parts(message) if not self.holds(part)), None)
 
 
-def require_message(message: dict[str, Any], text: str, *, number: int, place: str) -> None:
-    """Raises DataError where ``text``, the rendering of ``message`` (and others before it), lacks part of it."""
-    missing = _missing(message, text)
+def require_message(message: dict[str, Any], rendering: Rendering, *, number: int, place: str) -> None:
+    """Raises DataError where the rendering of ``message`` (and others before it) lacks part of it."""
+    missing = rendering.missing(message)
     if missing is not None:
         name, part = missing
         shown = part if len(part) <= 60 else part[:57] + "…"
@@ -30,18 +41,12 @@ def require_message(message: dict[str, Any], text: str, *, number: int, place: s
         )
 
 
-def require_tools(conversation: Conversation, text: str, *, place: str) -> None:
-    """Raises DataError where ``text`` lacks the name of a tool."""
-    squeezed = _squeeze(text) if conversation.tools else ""
+def require_tools(conversation: Conversation, rendering: Rendering, *, place: str) -> None:
+    """Raises DataError where the rendering lacks the name of a tool."""
     for tool in conversation.tools or ():
         name = _tool_name(tool)
-        if not _holds(squeezed, name):
+        if not rendering.holds(name):
             raise DataError(f"the chat template leaves out the tool {name!r}", where=place, fix=_FIX)
-
-
-def _missing(message: dict[str, Any], text: str) -> tuple[str, str] | None:
-    squeezed = _squeeze(text)
-    return next(((name, part) for name, part in _parts(message) if not _holds(squeezed, part)), None)
 
 
 def _parts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -78,7 +83,3 @@ def _tool_name(tool: dict[str, Any]) -> str:
 
 def _squeeze(text: str) -> str:
     return "".join(text.split()).replace("\\", "")
-
-
-def _holds(squeezed: str, part: str) -> bool:
-    return _squeeze(part) in squeezed or _squeeze(json.dumps(part, ensure_ascii=False)[1:-1]) in squeezed

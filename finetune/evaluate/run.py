@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from finetune.data.options import ChatOptions
 from finetune.data.prompts import Prompt, load_prompts
 from finetune.errors import DataError, RecipeError
 from finetune.evaluate.divergence import divergence
@@ -97,7 +98,9 @@ def _evaluate(model: Any, folder: Path, *, settings: EvaluateSettings, window: i
         figures |= perplexity(model, windows) if compared is None else divergence(compared, model, windows)
         figures["window"] = window
     if settings.exact_match is not None:
-        prompts: list[Prompt] = load_prompts(settings.exact_match, tokenizer)
+        prompts: list[Prompt] = load_prompts(
+            settings.exact_match, tokenizer, ChatOptions(template_kwargs=settings.chat_template_kwargs)
+        )
         if not prompts:
             raise DataError(
                 "no conversation ends in a reply to ask for", where=settings.exact_match.shown, fix="check this file"

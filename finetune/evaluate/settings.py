@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from finetune.config.section import Section
+from finetune.data.options import TemplateKwargs
 from finetune.data.settings import DatasetSettings
 
 
@@ -22,6 +23,8 @@ class EvaluateSettings(Section):
     """Read only the first so many tokens of the text."""
     exact_match: DatasetSettings | None = None
     """Conversations whose last reply the model must give word for word, by greedy generation."""
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    """Further arguments of the chat template for ``exact_match``: those that the model was trained with."""
     max_new_tokens: int = Field(64, ge=1)
     """The longest reply, in tokens."""
     batch_size: int = Field(64, ge=1)

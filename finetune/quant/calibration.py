@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.data.options import ChatOptions
 from finetune.data.tokens import prepare_dataset
 from finetune.errors import DataError, RecipeError
 from finetune.model.load import load_tokenizer
@@ -49,6 +50,8 @@ def load_calibration(model_folder: Path, settings: CalibrationSettings, *, seed:
         max_seq_length=None,
         overlong="split",
         train_on="all",
+        # What is calibrated is what the model computes: text that a template has rendered before is read as it means.
+        chat=ChatOptions(allow_control_tokens=True),
     )
     rows = [row.input_ids for row in dataset.rows]
     order = np.random.default_rng(seed).permutation(len(rows))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from finetune.config.section import Section
-from finetune.data.options import DEFAULT_MAX_DROPPED_SHARE, ChatOptions, foreign_template_argument
+from finetune.data.options import DEFAULT_MAX_DROPPED_SHARE, ChatOptions, TemplateKwargs
 from finetune.data.settings import DatasetSettings
 
 
@@ -39,7 +39,7 @@ class TrainSettings(Section):
     """Read a special token that is written out in a message or a text as that token. By default it stays text."""
     require_stop_token: bool = True
     """Refuse a chat template that ends the assistant's turn in no token: the model would not learn to stop."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     """Further arguments of the chat template, for example `{enable_thinking: false}`."""
     max_dropped_share: float = Field(DEFAULT_MAX_DROPPED_SHARE, ge=0, le=1)
     """Largest part of the rows that may be dropped (invalid, overlong, without a target); more is an error."""
@@ -108,14 +108,6 @@ class TrainSettings(Section):
             raise ValueError("write a size as 500MB or 5GB")
         if float(value[:-2]) == 0:
             raise ValueError("a file must hold something: write a size as 500MB or 5GB")
-        return value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
-        name = foreign_template_argument(value)
-        if name is not None:
-            raise ValueError(f"`{name}` is not for a recipe to set: take it out")
         return value
 
     @field_validator("betas")
