@@ -123,6 +123,15 @@ def test_streamed_rows_are_counted_alike(tmp_path: Path, model: Path, streaming:
     assert (shown.batching is None) == streaming
 
 
+def test_of_a_row_split_into_many_a_few_are_shown(tmp_path: Path, model: Path) -> None:
+    shown = preview(write_recipe(tmp_path, model, [{"text": "word " * 300}], stage=", overlong: split"))
+    (sample,) = shown.samples
+    assert len(sample.rows) == shown.counts["data"]["kept"] > 3
+    assert sample.notes == ["split at max_seq_length"]
+    assert f"row 1 of {len(sample.rows)}: 64 tokens, 63 learnt" in plain(shown)
+    assert f"… and {len(sample.rows) - 3} more rows of it" in plain(shown)
+
+
 def test_preference_rows_show_both_ways_on(tmp_path: Path, model: Path) -> None:
     row = {
         "prompt": [{"role": "user", "content": "hello"}],

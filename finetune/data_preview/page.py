@@ -31,7 +31,9 @@ from finetune.files import write_text
 MARK = "<!-- finetune data -->"
 """What a page begins with, so that only a page is replaced by a page."""
 MOST_PIECES = 4000
-"""Pieces of a row that a page shows: about 300 KB each thousand would make it slow on a phone."""
+"""Pieces of a row that a page shows, at about 80 bytes each."""
+MOST_ROWS = 12
+"""Of those that one row was split into."""
 WIDTH, BAR_HEIGHT = 640, 150
 """Of the histogram, in its own units."""
 
@@ -74,7 +76,7 @@ def page(preview: Preview) -> str:
         leakage=[(found, leakage_line(found)) for found in preview.leakage],
         nothing_held_out=NOTHING_HELD_OUT,
         leakage_similarity=leakage_summary(preview.similarity),
-        samples=[(sample, [(row, *tokens(row)) for row in sample.rows]) for sample in preview.samples],
+        samples=[(sample, [(row, *tokens(row)) for row in sample.rows[:MOST_ROWS]]) for sample in preview.samples],
     )
 
 

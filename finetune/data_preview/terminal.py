@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TextIO
 
 from rich.console import Console
@@ -36,8 +37,11 @@ STYLES = {
 }
 """By (learnt, special)."""
 STOP_STYLE = "bold white on red"
+LEFT_OUT_STYLE = "italic yellow"
 BAR = 40
 SHOWN_PAIRS = 3
+SHOWN_ROWS = 3
+"""Of those that one row was split into; a preference row has as many parts."""
 EXCERPT = 72
 
 
@@ -135,12 +139,14 @@ def sample_lines(sample: Sample, *, colour: bool) -> Iterator[Text]:
     yield Text("")
     head = f"{printable(sample.place)}  {sample.kind}"
     yield Text(f"── {head}{''.join(f'; {printable(note)}' for note in sample.notes)}", style="bold" if colour else "")
-    for row in sample.rows:
+    for row in sample.rows[:SHOWN_ROWS]:
         label = f"{row.label}: " if row.label else ""
         yield Text(f"   {label}{row.num_tokens:,} tokens, {row.num_learnt:,} learnt", style="dim" if colour else "")
         text = _coloured(row) if colour else Text(_bracketed(row))
         text.rstrip()  # the line ends anyway
         yield text
+    if len(sample.rows) > SHOWN_ROWS:
+        yield Text(f"   … and {len(sample.rows) - SHOWN_ROWS:,} more rows of it", style="dim" if colour else "")
 
 
 def legend(*, colour: bool) -> Text:
@@ -160,13 +166,13 @@ def legend(*, colour: bool) -> Text:
 
 
 def _coloured(row: SampleRow) -> Text:
-    text = Text()
-    for part in shortened(visible(row.pieces)):
-        if isinstance(part, int):
-            text.append(_left_out(part), style="italic yellow")
-        else:
-            text.append(part.text, style=_style(part))
-    return text
+    parts = (
+        (_left_out(part), LEFT_OUT_STYLE) if isinstance(part, int) else (part.text, _style(part))
+        for part in shortened(visible(row.pieces))
+    )
+    return Text.assemble(
+        *(("".join(words for words, _ in run), style) for style, run in groupby(parts, key=lambda part: part[1]))
+    )
 
 
 def _style(part: Shown) -> str:
