@@ -132,6 +132,26 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_three_or_four(
     require_alike(trained, name)
 
 
+def test_one_rank_then_two_then_one_train_on_the_packs_of_an_uninterrupted_run(place: Path) -> None:
+    """Forty rows packed into less than two steps an epoch, so each part crosses an epoch's end."""
+    data, zero = place / "texts.jsonl", {"stage": 2}
+
+    def task(name: str, ranks: int, go_on: tuple[Path, int] | None) -> dict[str, Any]:
+        chosen = settings(data, ranks, packing=True, max_seq_length=64)
+        return training_task(place / "model", chosen, zero, place / name, go_on=go_on)
+
+    run_task(task("packed", 1, None), rank=0)
+    launch(place, 2, [task("packed-two", 2, (place / "packed", 2))])
+    run_task(task("packed-one", 1, (place / "packed-two", 4)), rank=0)
+    whole = figures(place / "packed", "step", "num_tokens", "num_supervised_tokens", "learning_rate")
+    assert len(whole) == STEPS
+    assert figures(place / "packed-one", "step", "num_tokens", "num_supervised_tokens", "learning_rate") == whole
+    for got, wanted in zip(
+        *(figures(place / name, "loss", "grad_norm") for name in ("packed-one", "packed")), strict=True
+    ):
+        assert got == pytest.approx(wanted, rel=1e-5)
+
+
 def go_on(trained: Path, folder: Path, *, accept: bool, data: Path | None = None, **changes: Any) -> dict[str, Any]:
     from finetune.engine.settings import ZeroSettings
     from finetune.train.loop import train

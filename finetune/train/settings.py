@@ -26,7 +26,8 @@ class TrainSettings(Section):
     streaming_buffer_rows: int = Field(2000, ge=1)
     """How many rows are shuffled (and packed) among themselves where rows are streamed."""
     data_workers: int | None = Field(None, ge=0)
-    """Processes that prepare the rows; by default one a core where it takes longer than they take to start."""
+    """Processes that help to prepare the rows where that takes longer than they take to start; by default one for each
+    core but one, of two cores none."""
     overlong: Literal["drop", "truncate", "error", "split"] = "truncate"
     """What to do with a row longer than ``max_seq_length``."""
     train_on: Literal["assistant", "last", "completion", "all"] = "assistant"
