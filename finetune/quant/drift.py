@@ -26,8 +26,10 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from finetune.quant.stream import Stream
 
-RIDGE = 0.05
-"""λ over the mean of the diagonal of E[x̂ x̂ᵀ]."""
+RIDGE = 1.0
+"""λ over the mean of the diagonal of E[x̂ x̂ᵀ]. Drift is mostly noise, of which a small λ makes too much: a 135M model at
+int4 in groups of 64, calibrated on 32 x 512 tokens and not tuned, comes to a KL on other text of 0.117 nats a token
+uncorrected, 0.116 with λ = 0.01, 0.100 with 0.05, 0.097 with 0.2, 0.091 with 1, and 0.098 with 4."""
 _GONE = torch.empty(0)
 
 
@@ -78,5 +80,5 @@ def make_up(weight_OI: Tensor, hessian_II: Tensor, drift_II: Tensor) -> Tensor:
     ridge_II = hessian_II.clone()
     ridge_II.diagonal().add_(RIDGE * mean)
     factor_II, failed = torch.linalg.cholesky_ex(ridge_II)
-    assert not failed, "a positive semi-definite matrix with a twentieth of its mean added has a Cholesky factor"
+    assert not failed, "a positive semi-definite matrix with its mean added has a Cholesky factor"
     return weight_OI + torch.cholesky_solve((weight_OI @ drift_II).T, factor_II).T

@@ -136,7 +136,7 @@ def quantize_model(
     if samples is not None:
         stream = begin(samples)
     exact = None
-    if stream is not None and settings.drift_correction and METHODS[settings.method].makes_up_for_drift:
+    if stream is not None and settings.corrects_drift and METHODS[settings.method].makes_up_for_drift:
         exact = stream.copy("exact")
     _quantize_blocks(quantizer, work, stream, exact)
     del exact

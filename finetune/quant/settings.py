@@ -102,8 +102,9 @@ class QuantizeSettings(Section):
     """Quantize the columns of the largest inputs first; costs nothing at inference."""
     true_sequential: bool = True
     """Within a block, let a layer's Hessian see the block's earlier layers already quantized."""
-    drift_correction: bool = True
-    """With gptq and best: let each layer's weights make up for what the rounding before it did to its inputs."""
+    drift_correction: bool | None = None
+    """With gptq and best: let each layer's weights make up for what the rounding before it did to its inputs. By
+    default where the scheme's weights have 4 bits or fewer: what 8 bits do is too little to be told from chance."""
     smoothing: Annotated[float, Field(ge=0, le=1)] | Literal["search"] | None = "search"
     """For int8 inputs, with calibration: how much of an input's outliers moves into the weights; null moves nothing,
     ``search`` chooses for each input."""
@@ -220,6 +221,12 @@ class QuantizeSettings(Section):
         if all(args.num_bits > TUNED_BITS or args.type != "int" for args in weights):
             return 0
         return min(TUNING_STEPS.get(self.method, 0), -(-TUNING_EPOCHS * num_tokens // TUNING_TOKENS))
+
+    @property
+    def corrects_drift(self) -> bool:
+        if self.drift_correction is not None:
+            return self.drift_correction
+        return SCHEMES[self.scheme].weights.num_bits <= TUNED_BITS
 
     @property
     def _scheme_names(self) -> list[str]:
