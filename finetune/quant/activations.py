@@ -140,8 +140,8 @@ class HessianSum:
     num_tokens: int = 0
     largest: float = 0.0
     total: Tensor = field(init=False)
-    drifted: Tensor | None = None
-    """Sum of (exact x - x) xᵀ, where what x is in the unquantized model was given."""
+    exact: Tensor | None = None
+    """Sum of (exact x) xᵀ, where what x is in the unquantized model was given."""
 
     def __post_init__(self) -> None:
         self.total = torch.zeros(self.in_features, self.in_features, device=self.device)
@@ -154,21 +154,19 @@ class HessianSum:
             return
         self.num_tokens += len(hidden_NI)
         self.largest = max(self.largest, hidden_NI.abs().max().item())
-        dtype = hidden_NI.dtype
-        with exact_products(dtype):
+        with exact_products(hidden_NI.dtype):
             hidden_NI = hidden_NI.float()
             self.total.addmm_(hidden_NI.T, hidden_NI)
             if exact_BSI is not None:
-                if self.drifted is None:
-                    self.drifted = torch.zeros_like(self.total)
-                # Rounded to the states' own dtype: of a difference that small no more matters, and the product is fast.
-                drift_NI = (kept_tokens(exact_BSI.to(hidden_NI.device), mask_BS) - hidden_NI).to(dtype).float()
-                self.drifted.addmm_(drift_NI.T, hidden_NI)
+                if self.exact is None:
+                    self.exact = torch.zeros_like(self.total)
+                exact_NI = kept_tokens(exact_BSI.to(hidden_NI.device), mask_BS).float()
+                self.exact.addmm_(exact_NI.T, hidden_NI)
 
     def add_up(self, ranks: Ranks) -> None:
         """Let this be the sum over the tokens of all ranks."""
         counted_1, largest_1 = torch.tensor([self.num_tokens]), torch.tensor([self.largest], dtype=torch.float64)
-        ranks.sum_([self.total, counted_1, *([] if self.drifted is None else [self.drifted])])
+        ranks.sum_([self.total, counted_1, *([] if self.exact is None else [self.exact])])
         ranks.max_([largest_1])
         self.num_tokens, self.largest = int(counted_1), float(largest_1)
 
@@ -177,8 +175,9 @@ class HessianSum:
         return self.total / max(self.num_tokens, 1)
 
     def mean_drift(self) -> Tensor | None:
-        """drift_II: the mean of (exact x - x) xᵀ, where exact inputs were given."""
-        return None if self.drifted is None else self.drifted / max(self.num_tokens, 1)
+        """drift_II: the mean of (exact x - x) xᵀ, where exact inputs were given. The difference is of sums: products of
+        bfloat16 are exact, so it loses a few of float32's 24 bits, and no difference is taken token by token."""
+        return None if self.exact is None else (self.exact - self.total) / max(self.num_tokens, 1)
 
 
 @contextmanager
