@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers, processors
+from tokenizers import AddedToken, pre_tokenizers, processors
 
 from finetune.data.dataset import TokenDataset
+from finetune.data.options import ChatOptions
 from finetune.data.settings import DatasetSettings
 from finetune.data.template import stop_token_ids
 from finetune.data.tokens import tokenize_dataset
@@ -228,6 +229,43 @@ def test_token_across_the_reply_s_first_character_is_a_target(tmp_path: Path) ->
     tokenizer.add_tokens(["\n\n"])
     row = tokenized(tmp_path, tokenizer, [CHAT[0], {"role": "assistant", "content": "\nParis"}]).rows[0]
     assert supervised_runs(tokenizer, row.input_ids, row.loss_mask) == ["\n\nParis<|im_end|>"]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("content", "learnt"),
+    [
+        ("yes", "yes<|end|>"),
+        ("  yes ", "yes <|end|>"),
+        ("\n\n", "<|end|>"),
+        ("", "<|end|>"),
+        (" a <s>", "a <s><|end|>"),
+    ],
+)
+def test_header_that_strips_the_reply_s_white_space_is_no_target(
+    content: str, learnt: str, marked: bool, tmp_path: Path
+) -> None:
+    template = CASES["phi3"].template
+    if marked:
+        reply = "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+        other = "{{ message['content'] }}<|end|>"
+        whole = f"{{% if message['role'] == 'assistant' %}}{reply}{{% else %}}{other}{{% endif %}}"
+        template = template.replace(other, whole)
+    tokenizer = tiny_tokenizer(chat_template=template)
+    tokens = [AddedToken(text, rstrip=True, special=True) for text in ("<|user|>", "<|assistant|>", "<|end|>", "<s>")]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    chat = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": content}] * 2
+    row = tokenized(tmp_path, tokenizer, chat).rows[0]
+    assert supervised_runs(tokenizer, row.input_ids, row.loss_mask) == [learnt] * 2
+
+
+def test_next_turn_s_token_that_strips_the_reply_s_white_space_is_no_target(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(chat_template="{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}")
+    tokens = [AddedToken(f"<|{role}|>", lstrip=True, special=True) for role in ("user", "assistant")]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    chat = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "yes  "}] * 2
+    row = tokenized(tmp_path, tokenizer, chat, chat=ChatOptions(require_stop=False)).rows[0]
+    assert supervised_runs(tokenizer, row.input_ids, row.loss_mask) == ["yes", "yes  "]
 
 
 def test_newline_tokens_of_the_vocabulary_end_no_turn(tmp_path: Path) -> None:

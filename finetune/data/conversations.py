@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -178,9 +179,30 @@ class ConversationEncoder:
                     where=place,
                     fix="make it a special token of the tokenizer",
                 )
-            mask[tokens] = True
+            mask[self._own(encoded, tokens, start, end)] = True
         mask[:1] = False
         return mask
+
+    def _own(self, encoded: Encoded, tokens: slice, start: int, end: int) -> slice:
+        """``tokens`` without the header's or the next turn's token that also holds the white space of the reply, as one
+        does that strips what stands beside it (Phi-3's strip behind)."""
+        first, stop = tokens.start, tokens.stop
+        strips_behind, strips_before = self._stripping_ids
+        if first < stop and int(encoded.input_ids[first]) in strips_behind and encoded.starts[first] < start:
+            first += 1
+        last = int(encoded.input_ids[stop - 1])
+        is_stop = self._shape is not None and last in self._shape.stop_ids
+        if first < stop and last in strips_before and encoded.ends[stop - 1] > end and not is_stop:
+            stop -= 1
+        return slice(first, stop)
+
+    @cached_property
+    def _stripping_ids(self) -> tuple[frozenset[int], frozenset[int]]:
+        added = self._tokenizer.added_tokens_decoder
+        return (
+            frozenset(token_id for token_id, token in added.items() if token.rstrip),
+            frozenset(token_id for token_id, token in added.items() if token.lstrip),
+        )
 
 
 def all_but_first(length: int) -> np.ndarray:
