@@ -13,19 +13,23 @@ from finetune.data.formats import FORMATS, RowFormat, TokenIds
 from finetune.errors import DataError
 
 NOT_LEARNT = -100
+LARGEST_ID = 2**31 - 1
+"""Rows hold int32."""
 
 
 def parse_tokens(row: dict[str, Any], place: str) -> TokenIds:
     input_ids = _integers(row.get("input_ids"), "input_ids", place)
-    if min(input_ids, default=0) < 0:
-        raise DataError(f"`input_ids` holds {min(input_ids)}", where=place, fix="token ids are 0 or more")
+    for wrong in (min(input_ids), max(input_ids)):
+        if not 0 <= wrong <= LARGEST_ID:
+            fix = f"token ids are 0 or more, and {LARGEST_ID} at most"
+            raise DataError(f"`input_ids` holds {_shown(wrong)}", where=place, fix=fix)
     labels = None
     if row.get("labels") is not None:
         labels = _integers(row["labels"], "labels", place, length=len(input_ids))
         for index, (label, token) in enumerate(zip(labels, input_ids, strict=True)):
             if label not in (NOT_LEARNT, token):
                 raise DataError(
-                    f"`labels[{index}]` is {label}, where `input_ids[{index}]` is {token}",
+                    f"`labels[{index}]` is {_shown(label)}, where `input_ids[{index}]` is {token}",
                     where=place,
                     fix="give each token itself as label (not shifted by one), or -100",
                 )
@@ -44,12 +48,18 @@ def _integers(value: Any, name: str, place: str, *, length: int | None = None) -
         raise DataError(f"the field `{name}` is {found}", where=place, fix="give a list of integers, or remove the row")
     odd = next((item for item in value if type(item) is not int), None)
     if odd is not None or None in value:
-        raise DataError(f"`{name}` holds {odd!r}, which is not an integer", where=place, fix="correct the row")
+        raise DataError(f"`{name}` holds {_shown(odd)}, which is not an integer", where=place, fix="correct the row")
     if length is not None and len(value) != length:
         raise DataError(
             f"`{name}` has {len(value)} entries, `input_ids` {length}", where=place, fix="give one to each token"
         )
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value of a row for a message: a number may have thousands of digits."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "…"
 
 
 def _unpadded(mask: list[int], place: str) -> tuple[int, int]:
