@@ -179,3 +179,38 @@ def test_unknown_format_is_refused_by_the_section() -> None:
     with pytest.raises(RecipeError, match="did you mean `messages`") as caught:
         parse_section(DatasetSettings, source, (), {"path": "a.jsonl", "format": "mesages"})
     assert caught.value.where == "recipe.yaml:4"
+
+
+CHAT = '{"messages": [{"role": "user", "content": "q", "of": %s}, {"role": "assistant", "content": "a"}]}'
+NOT_ROWS = {
+    "half a character": '{"text": "bad \\ud800 end"}',
+    "half a character in a key": '{"text": "a", "\\uDfff": 1}',
+    "half a character in a message": CHAT % '"\\ud83d x"',
+    "half a character in JSON in a field": json.dumps({"messages": json.dumps([{"role": "user", "content": "\ud83d"}])}),
+    "halves in the wrong order": '{"prompt": "a", "completion": "\\udc00\\ud800"}',
+    "half a character in a column that isn't used": '{"text": "a", "id": ["\\udc00"]}',
+    "nested lists": CHAT % ("[" * 600 + "]" * 600),
+    "nested objects": '{"text": "a", "id": %s}' % ('{"a":' * 101 + "1" + "}" * 101),
+    "nested JSON in a field": json.dumps({"messages": CHAT % ("[" * 600 + "]" * 600)}),
+}
+GOOD = ('{"text": "a"}', '{"prompt": "a", "completion": "b"}', CHAT % 1)
+
+
+@pytest.mark.parametrize("row", NOT_ROWS.values(), ids=NOT_ROWS)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_half_a_character_and_endless_nesting_are_errors_or_skipped(name: str, row: str, tmp_path: Path) -> None:
+    rows = [row, next(good for good in GOOD if good[:6] == row[:6])]
+    array = name == "rows.json"
+    path = write(tmp_path, name, "[" * array + (",\n" if array else "\n").join(rows) + "]" * array)
+    with pytest.raises(DataError, match="half a character|nested more than 100 deep") as caught:
+        examples(path)
+    assert caught.value.where == f"{path}:1"
+    skipped, kept = examples(path, invalid_rows="skip")
+    assert isinstance(skipped[0], DataError)
+    assert skipped[1] == f"{path}:1"
+    assert kept[1] == f"{path}:2"
+
+
+def test_both_halves_of_a_character_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "rows.jsonl", '{"text": "\\ud83d\\ude00 \\\\ud800"}\n')
+    assert examples(path) == [(Document("😀 \\ud800"), f"{path}:1")]

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from finetune.data.formats import text_field
+from finetune.data.json_values import fault_of
 from finetune.errors import DataError, did_you_mean
 
 Message = dict[str, Any]
@@ -212,9 +213,13 @@ def read_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
 def parse_json(text: str, what: str, place: str) -> Any:
     """The value of JSON text in a field. Raises DataError naming ``what`` and its place."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as cause:
         raise DataError(f"{what} is text but not JSON: {cause}", where=place, fix="correct the row") from cause
+    fault = fault_of(text, value)
+    if fault is not None:
+        raise DataError(f"{what} can't be used: {fault}", where=place, fix="correct the row")
+    return value
 
 
 def with_system(system: Any, messages: list[Message], trained: tuple[int, ...], place: str) -> tuple[Any, Any]:

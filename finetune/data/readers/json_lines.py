@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from finetune.data.json_values import fault_of
 from finetune.data.readers import READERS, Row, lines_of, not_utf8, open_bytes
 from finetune.errors import DataError
 
@@ -36,7 +37,7 @@ def read_json_lines(path: str, separator: str | None) -> Iterator[Row | DataErro
         except (RecursionError, ValueError) as cause:  # nested a thousand deep, or a number of thousands of digits
             yield DataError(f"the line can't be read: {cause}", where=where, fix="correct the row")
         else:
-            yield _row(value, where)
+            yield _row(value, where, line)
 
 
 def read_json(path: str, separator: str | None) -> Iterator[Row | DataError]:
@@ -51,8 +52,12 @@ def read_json(path: str, separator: str | None) -> Iterator[Row | DataError]:
         yield from _read_array(_Text(path, stream))
 
 
-def _row(value: Any, where: str) -> Row | DataError:
+def _row(value: Any, where: str, text: str) -> Row | DataError:
+    """``text``: the row as it stands in the file."""
     if isinstance(value, dict):
+        fault = fault_of(text, value)
+        if fault is not None:
+            return DataError(f"the row can't be used: {fault}", where=where, fix="correct the row")
         return Row(value, where)
     what = f"a row must be a JSON object, not {type(value).__name__}"
     return DataError(what, where=where, fix='write {"column": value, …}')
@@ -106,8 +111,9 @@ class _Text:
         where = f"{self.path}:{self.line_at(position)}"
         return DataError(f"the file is not JSON: {problem}", where=where, fix="write an array of JSON objects")
 
-    def value(self) -> Any:
-        """Decode the value at ``position`` and step over it. Raises DataError where there is none."""
+    def value(self) -> tuple[Any, str]:
+        """Decode the value at ``position`` and step over it: (value, its text). Raises DataError where there is
+        none."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.window, self.position)
@@ -120,8 +126,8 @@ class _Text:
             else:
                 # A number at the end of the window may go on.
                 if isinstance(value, dict | list) or end < len(self.window) or self.ended:
-                    self.position = end
-                    return value
+                    start, self.position = self.position, end
+                    return value, self.window[start:end]
             self.more()
 
 
@@ -136,7 +142,8 @@ def _read_array(text: _Text) -> Iterator[Row | DataError]:
         while True:
             text.next()
             where = f"{text.path}:{text.line_at(text.position)}"
-            yield _row(text.value(), where)
+            value, written = text.value()
+            yield _row(value, where, written)
             mark = text.next()
             if mark == "]":
                 break
