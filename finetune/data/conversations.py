@@ -13,6 +13,7 @@ from finetune.data.control import ControlTokens, Hidden
 from finetune.data.encoded import Encoded, encode_texts
 from finetune.data.formats import Conversation
 from finetune.data.options import ChatOptions, TrainOn
+from finetune.data.probes import ShapeProbes
 from finetune.data.replies import ReplyFinder, Rewritten
 from finetune.data.template import ChatTemplate, Span, TurnShape, read_turn_shape
 from finetune.errors import DataError
@@ -63,6 +64,7 @@ class ConversationEncoder:
         self._tokenizer = tokenizer
         self._train_on = train_on
         self._options = options
+        self._probes = ShapeProbes(self.template)
         self._shape: TurnShape | None = None
         self._replies: ReplyFinder | None = None
 
@@ -80,6 +82,8 @@ class ConversationEncoder:
         found: list[tuple[_Work, str, list[Span] | None]] = []
         if self._train_on == "all":
             found += [(one, text, None) for one, text in zip(work, self._render(work), strict=True)]
+            for one in work:
+                self._probes.require(one.conversation, one.place)
         else:
             self._learn_shape()
             found += self._with_spans([one for one in work if one.conversation.trained])
@@ -110,7 +114,7 @@ class ConversationEncoder:
     def _learn_shape(self) -> None:
         if self._shape is None:
             self._shape = read_turn_shape(self.template, require_stop=self._options.require_stop)
-            self._replies = ReplyFinder(self.template, self._shape)
+            self._replies = ReplyFinder(self.template, self._shape, self._probes)
 
     def _hide(self, index: int, conversation: Conversation, place: str) -> _Work:
         found = self.controls.count_in(conversation)

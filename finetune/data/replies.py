@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune.data.formats import Conversation
+from finetune.data.probes import ShapeProbes
 from finetune.data.template import MASK_FIX, ChatTemplate, Span, TurnShape
 from finetune.data.written import Rendering, require_message, require_tools
 from finetune.errors import DataError
@@ -48,9 +49,10 @@ class Outline:
 class ReplyFinder:
     """Finds the replies of conversations rendered by one chat template."""
 
-    def __init__(self, template: ChatTemplate, shape: TurnShape) -> None:
+    def __init__(self, template: ChatTemplate, shape: TurnShape, probes: ShapeProbes) -> None:
         self._template = template
         self._shape = shape
+        self._probes = probes
         self._outlines: dict[tuple[tuple[str, ...], tuple[int, ...]], Outline | None] = {}
 
     def find(
@@ -149,6 +151,8 @@ class ReplyFinder:
         return answers
 
     def _require_context(self, conversation: Conversation, text: str, place: str) -> None:
+        self._probes.require(conversation, place)
+        # Where the probe is refused, or a template looks at the words, what can be said of the text itself.
         rendering = Rendering(text)
         require_tools(conversation, rendering, place=place)
         for number, message in enumerate(conversation.messages, start=1):

@@ -32,13 +32,21 @@ def require_message(message: dict[str, Any], rendering: Rendering, *, number: in
     """Raises DataError where the rendering of ``message`` (and others before it) lacks part of it."""
     missing = rendering.missing(message)
     if missing is not None:
-        name, part = missing
-        shown = part if len(part) <= 60 else part[:57] + "…"
-        raise DataError(
-            f"the chat template leaves out the {name} of message {number} ({message['role']}): {shown!r}",
-            where=place,
-            fix=_FIX,
-        )
+        raise left_out(*missing, message, number, place)
+
+
+def left_out(what: str, text: str, message: dict[str, Any], number: int, place: str) -> DataError:
+    """``text``: the part of ``message`` that isn't written."""
+    shown = text if len(text) <= 60 else text[:57] + "…"
+    return DataError(
+        f"the chat template leaves out the {what} of message {number} ({message['role']}): {shown!r}",
+        where=place,
+        fix=_FIX,
+    )
+
+
+def tool_left_out(name: str, place: str) -> DataError:
+    return DataError(f"the chat template leaves out the tool {name!r}", where=place, fix=_FIX)
 
 
 def require_tools(conversation: Conversation, rendering: Rendering, *, place: str) -> None:
@@ -46,7 +54,7 @@ def require_tools(conversation: Conversation, rendering: Rendering, *, place: st
     for tool in conversation.tools or ():
         name = _tool_name(tool)
         if not rendering.holds(name):
-            raise DataError(f"the chat template leaves out the tool {name!r}", where=place, fix=_FIX)
+            raise tool_left_out(name, place)
 
 
 def _parts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
