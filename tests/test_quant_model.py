@@ -301,6 +301,10 @@ def test_models_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     assert "model.layers.0.mlp" in refusal(source, CheckpointError, settings=settings_for(tmp_path))
     assert "model.layers.0.mlp.up_proj" in refusal(source, CheckpointError)
+    whole = weights["model.layers.0.mlp.up_proj.weight"].nan_to_num()
+    for wrong, told in ((whole[:, 1:].contiguous(), "float32 [128, 63]"), (whole.to(torch.int8), "int8 [128, 64]")):
+        save_file({**weights, "model.layers.0.mlp.up_proj.weight": wrong}, source / "model.safetensors")
+        assert f"mlp.up_proj.weight is {told}" in refusal(source, CheckpointError)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     assert "model.layers.1.mlp.up_proj.weight" in refusal(source, CheckpointError)

@@ -343,7 +343,18 @@ def _shared(call: BlockCall, other: BlockCall) -> BlockCall:
 
 
 def fill_module(module: nn.Module, tensors: dict[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Put ``tensors`` (floating ones cast to ``dtype``) in the place of the module's parameters and buffers."""
+    """Put ``tensors`` (floating ones cast to ``dtype``) in the place of the module's parameters and buffers.
+
+    Raises CheckpointError for one of another shape, or of integers where the module has floats.
+    """
+    places = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in tensors.items():
+        place = places.get(name, tensor)
+        if place.shape != tensor.shape or place.is_floating_point() != tensor.is_floating_point():
+            raise CheckpointError(
+                f"the stored tensor {name} is {_form(tensor)}, where the model class has {_form(place)}",
+                fix="give the folder the config.json and the weight files of one model",
+            )
     cast = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in tensors.items()
@@ -352,6 +363,10 @@ def fill_module(module: nn.Module, tensors: dict[str, Tensor], *, dtype: torch.d
     assert not unexpected, unexpected
     for parameter in module.parameters():
         parameter.requires_grad_(False)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def empty_module(module: nn.Module) -> None:

@@ -107,7 +107,7 @@ def _weights_to_round(
     drift_II = None if inputs is None else inputs.mean_drift()
     if inputs is None or drift_II is None:
         return weight_OI
-    return make_up(weight_OI, inputs.mean(), drift_II)
+    return make_up(weight_OI, inputs.mean(), drift_II, num_tokens=inputs.num_tokens)
 
 
 def _quantized_rows(

@@ -69,6 +69,8 @@ class _Tuned:
         """One step of Adam, the ``number``th (from 1), at ``share`` of the peak rate."""
         for name, gradient in gradients.items():
             mean, square = self.mean[name], self.square[name]
+            # Scales in float16 pass their gradients on in float16, where those of huge inputs overflow.
+            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
             mean.lerp_(gradient, 1 - BETAS[0])
             square.lerp_(gradient.square(), 1 - BETAS[1])
             corrected = square.div(1 - BETAS[1] ** number).sqrt_().add_(EPSILON)
