@@ -14,6 +14,7 @@ from finetune.data.encoder import RowEncoder
 from finetune.data.formats import Completion, Conversation, Document, Preference, TokenIds
 from finetune.data.options import ChatOptions, check_dropped
 from finetune.errors import DataError
+from tests.data_templates import qwen3_tokenizer
 from tests.test_data_masks import supervised_runs
 from tests.tiny import CORPUS, tiny_tokenizer
 
@@ -137,7 +138,41 @@ def test_token_ids_are_kept_and_their_labels_are_the_mask() -> None:
     ids = list(range(10))
     made = encoder(tokenizer, TokenIds(ids, [-100] * 5 + ids[5:]), length=4, overlong="split")
     assert [row.input_ids[row.loss_mask].tolist() for row in made.rows] == [[5, 6], [7, 8, 9]]
-    assert (made.counts["split"], made.counts["dropped_without_target"]) == (1, 1)
+    assert (made.counts["split"], made.counts["dropped_pieces"], made.counts["dropped_without_target"]) == (1, 1, 0)
+
+
+def test_split_row_is_dropped_once_and_only_where_no_piece_is_kept() -> None:
+    tokenizer, ids = tiny_tokenizer(), list(range(20))
+    kept, unlearnt = TokenIds(ids, [-100] * 17 + ids[17:]), TokenIds(ids, [-100] * 20)
+    made = encoder(tokenizer, kept, unlearnt, length=4, overlong="split")
+    assert len(made.rows) == made.counts["kept"] == 2
+    assert (made.counts["dropped_pieces"], made.counts["dropped_without_target"]) == (5, 1)
+    check_dropped(made.finish(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "length", "counted"),
+    [
+        ("drop", 30, {"kept": 1, "dropped_pieces": 2}),
+        ("drop", 8, {"kept": 0, "dropped_overlong": 1}),
+        ("truncate", 68, {"kept": 2, "truncated": 1, "dropped_pieces": 1}),
+    ],
+)
+def test_counts_are_of_rows_and_not_of_their_turns(overlong: Any, length: int, counted: dict[str, int]) -> None:
+    turns = [
+        ("Hi", "yes"),
+        ("And then, what was it that he said to you?", "no"),
+        ("Or this one, in other words?", "well"),
+    ]
+    chat = [
+        {"role": role, "content": content}
+        for turn in turns
+        for role, content in zip(("user", "assistant"), turn, strict=True)
+    ]
+    made = RowEncoder(qwen3_tokenizer(), length, overlong, "assistant", ChatOptions(history="split"))
+    made.add([(Conversation(chat, (1, 3, 5)), "rows.jsonl:1")], skip_invalid=False)
+    assert {name: made.counts[name] for name in counted} == counted
+    assert made.counts["dropped_overlong"] + made.counts["dropped_without_target"] <= 1
 
 
 def test_token_that_the_tokenizer_lacks_is_an_error_or_a_counted_skip() -> None:

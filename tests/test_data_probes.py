@@ -91,7 +91,7 @@ def test_template_is_asked_once_for_conversations_of_one_shape(monkeypatch: pyte
         return render(self, *args, places=places, **kwargs)
 
     monkeypatch.setattr(ChatTemplate, "render", counted)
-    chats = [
+    chats: list[list[Message]] = [
         [
             {"role": "user", "content": f"Town {number}?"},
             {

@@ -16,6 +16,7 @@ COUNTS = (
     "skipped_invalid",
     "dropped_overlong",
     "dropped_without_target",
+    "dropped_pieces",  # of split rows of which other pieces were kept: too long, or nothing in it is learnt
     "truncated",
     "split",  # documents cut into pieces
     "split_by_turn",  # conversations whose turns became rows of their own, as `history: split` says

@@ -93,15 +93,24 @@ class RowEncoder:
                 fix="say `use: chosen` in the recipe to learn the chosen answers",
             )
 
-    def _keep(self, item: _Item, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+    def _keep(self, item: _Item, input_ids: np.ndarray, loss_mask: np.ndarray) -> str | None:
+        """The cause where it isn't kept."""
         supervised = int(np.count_nonzero(loss_mask))
         if not supervised:
-            self.counts["dropped_without_target"] += 1
-            return
+            return "dropped_without_target"
         self._made.append((item.position, TokenRow(input_ids, loss_mask, item.place)))
         self.counts["kept"] += 1
         self.counts["tokens"] += len(input_ids)
         self.counts["supervised_tokens"] += supervised
+        return None
+
+    def _count_dropped(self, causes: Sequence[str | None]) -> None:
+        """``causes``: of each piece of one row, None where it was kept. A row is dropped where no piece was kept."""
+        dropped = [cause for cause in causes if cause is not None]
+        if len(dropped) < len(causes):
+            self.counts["dropped_pieces"] += len(dropped)
+        elif dropped:
+            self.counts[dropped[0]] += 1
 
     def _is_overlong(self, length: int, place: str) -> bool:
         """Whether a row is longer than allowed. Raises DataError where that is an error."""
@@ -144,18 +153,22 @@ class RowEncoder:
     def _add_whole(self, item: _Item, input_ids: np.ndarray, mask: np.ndarray) -> None:
         """A row that may be cut anywhere."""
         if not self._is_overlong(len(input_ids), item.place):
-            self._keep(item, input_ids, mask)
+            self._count_dropped([self._keep(item, input_ids, mask)])
         elif self.overlong == "drop":
             self.counts["dropped_overlong"] += 1
         elif self.overlong == "truncate":
             self.counts["truncated"] += 1
-            self._keep(item, input_ids[: self.max_seq_length], mask[: self.max_seq_length])
+            self._count_dropped([self._keep(item, input_ids[: self.max_seq_length], mask[: self.max_seq_length])])
         else:
             assert self.max_seq_length is not None
             self.counts["split"] += 1
             pieces, masks = (split_document(whole, self.max_seq_length) for whole in (input_ids, mask))
-            for piece, piece_mask in zip(pieces, masks, strict=True):
-                self._keep(item, piece, piece_mask & all_but_first(len(piece)))
+            self._count_dropped(
+                [
+                    self._keep(item, piece, piece_mask & all_but_first(len(piece)))
+                    for piece, piece_mask in zip(pieces, masks, strict=True)
+                ]
+            )
 
     def _add_completions(self, items: list[_Item]) -> None:
         if self.train_on == "all":
@@ -176,7 +189,7 @@ class RowEncoder:
                     continue
                 input_ids, mask = cut_completion(input_ids, mask, self._texts.head_length, self.max_seq_length)
                 self.counts["truncated"] += 1
-            self._keep(item, input_ids, mask)
+            self._count_dropped([self._keep(item, input_ids, mask)])
 
     def _add_conversations(self, items: list[_Item], skip_invalid: bool) -> None:
         try:
@@ -201,10 +214,12 @@ class RowEncoder:
                 self.counts["dropped_without_target"] += 1
             elif found.rows[0].policy is not None:
                 self.counts[found.rows[0].policy] += 1
-            for row in found.rows:
-                self._add_chat(item, row)
+            truncated = self.counts["truncated"]
+            self._count_dropped([self._add_chat(item, row) for row in found.rows])
+            self.counts["truncated"] = min(self.counts["truncated"], truncated + 1)  # rows, not their turns
 
-    def _add_chat(self, item: _Item, row: EncodedChat) -> None:
+    def _add_chat(self, item: _Item, row: EncodedChat) -> str | None:
+        """The cause where it isn't kept."""
         input_ids, mask = row.encoded.input_ids, row.loss_mask
         if self._is_overlong(len(input_ids), item.place):
             assert self.max_seq_length is not None
@@ -214,11 +229,10 @@ class RowEncoder:
             if self.overlong == "truncate":
                 cut = cut_conversation(input_ids, mask, _asked(row), self.max_seq_length)
             if cut is None:
-                self.counts["dropped_overlong"] += 1
-                return
+                return "dropped_overlong"
             input_ids, mask = cut
             self.counts["truncated"] += 1
-        self._keep(item, input_ids, mask)
+        return self._keep(item, input_ids, mask)
 
     def _count_controls(self, found: int, *, is_text: bool) -> None:
         self.counts["control_tokens_in_content"] += found

@@ -20,6 +20,7 @@ FATES = {
     "skipped_invalid": "skipped: it can't be used",
     "dropped_overlong": "dropped: longer than max_seq_length",
     "dropped_without_target": "dropped: nothing in it is learnt",
+    "dropped_pieces": "pieces of it are dropped: too long, or nothing in them is learnt",
     "truncated": "cut to max_seq_length",
     "split": "split at max_seq_length",
     "split_by_turn": "split: a row a turn",

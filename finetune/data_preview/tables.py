@@ -15,6 +15,7 @@ NAMES = {
     "skipped_invalid": "skipped: can't be used",
     "dropped_overlong": "dropped: too long",
     "dropped_without_target": "dropped: nothing to learn",
+    "dropped_pieces": "pieces of split rows dropped",
     "truncated": "cut to max_seq_length",
     "split": "split at max_seq_length",
     "split_by_turn": "split by turns",
