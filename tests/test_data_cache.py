@@ -106,6 +106,7 @@ def test_only_what_changes_the_rows_makes_them_anew(tmp_path: Path) -> None:
         "template": prepared(path, tokenizer=tiny_tokenizer(chat_template=CHATML_TEMPLATE.replace("\n", " ")))[1],
         "vocabulary": prepared(path, tokenizer=tiny_tokenizer(vocab_size=300))[1],
         "special tokens": prepared(path, tokenizer=tiny_tokenizer(eos_token="<|endoftext|>"))[1],
+        "separator": prepared(path, tokenizer=tiny_tokenizer(sep_token="<|endoftext|>"))[1],
         "content": prepared(write_chats(path, 13))[1],
         "order": prepared(path, moved)[1],
         "other order": prepared(moved, path)[1],
@@ -147,7 +148,9 @@ def test_a_file_is_hashed_again_only_when_it_changed(tmp_path: Path, monkeypatch
     assert prepared(path)[1] not in folders
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "no entry", "half an entry", "empty"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "cut", "no entry", "half an entry", "empty", "no counts", "another digest", "a list"]
+)
 def test_a_damaged_entry_is_told_and_made_again(tmp_path: Path, damage: str) -> None:
     path = write_chats(tmp_path / "chats.jsonl", 50)
     source = DatasetSettings(path=str(path))
@@ -162,6 +165,11 @@ def test_a_damaged_entry_is_told_and_made_again(tmp_path: Path, damage: str) -> 
         rows.write_bytes(content[:-100])
     elif damage == "no entry":
         entry.unlink()
+    elif damage in ("no counts", "another digest"):
+        changed = {"counts": {}} if damage == "no counts" else {"digest": "0" * 64}
+        entry.write_text(json.dumps({**json.loads(entry.read_text()), **changed}))
+    elif damage == "a list":
+        entry.write_text("[]")
     elif damage == "half an entry":
         entry.write_text(entry.read_text()[:100])
     else:

@@ -1,7 +1,7 @@
 """Prepared rows on disk, kept under the hash of all that decides them: made once, then opened by every run and rank.
 
     <cache>/tokens/<key>/rows.arrow    the rows, see ``stored.py``
-    <cache>/tokens/<key>/entry.json    what they were made from and by, their counts, size and hash
+    <cache>/tokens/<key>/entry.json    what they were made from and by, their counts, size and hash, and its own hash
     <cache>/tokens/<key>.lock          held by the process that makes or checks the entry
     <cache>/files/<path's hash>.json   the hash of a data file, by its size and time
 
@@ -98,7 +98,8 @@ def open_or_build(
                 "xxh3": _checksum(path),
                 "identity": identity,
             }
-            write_json(temporary / ENTRY_NAME, entry)
+            entry = json.loads(json.dumps(entry))  # as it will be read
+            write_json(temporary / ENTRY_NAME, {**entry, "sha256": sha256_json(entry)})
         return folder, *open_entry(folder, files)
 
 
@@ -107,6 +108,8 @@ def open_entry(folder: Path, files: Sequence[str], *, verify: bool = False) -> t
     path = folder / ROWS_NAME
     try:
         entry = json.loads((folder / ENTRY_NAME).read_text(encoding="utf-8"))
+        if sha256_json({key: value for key, value in entry.items() if key != "sha256"}) != entry["sha256"]:
+            raise DamagedEntryError(f"{ENTRY_NAME} isn't what was written")
         size = path.stat().st_size
         if size != entry["size_bytes"]:
             raise DamagedEntryError(f"{ROWS_NAME} has {size} bytes of {entry['size_bytes']}")
@@ -116,7 +119,7 @@ def open_entry(folder: Path, files: Sequence[str], *, verify: bool = False) -> t
         if len(rows) != entry["num_rows"]:
             raise DamagedEntryError(f"{ROWS_NAME} holds {len(rows)} rows of {entry['num_rows']}")
         return rows, entry["counts"]
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as cause:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as cause:
         raise DamagedEntryError(f"{type(cause).__name__}: {cause}") from cause
 
 
@@ -219,6 +222,7 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
         "rules": hashlib.sha256(rules.encode("utf-8", "surrogatepass")).hexdigest(),
         "added_tokens": sha256_json(added),
         "ids": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id],
+        "special_tokens": sha256_json(tokenizer.special_tokens_map),  # a template may write any of them
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
         "chat_template": sha256_json(tokenizer.chat_template),
     }
