@@ -159,6 +159,22 @@ class StoredRows(TokenRows):
         span = slice(int(batch.offsets[at]), int(batch.offsets[at + 1]))
         return TokenRow(batch.input_ids[span], batch.loss_mask[span], self._place(batch, at))
 
+    def origins(self) -> np.ndarray:
+        """int64 (N,): a number for each row, the same for rows that follow each other and are of one place."""
+        begins = [np.zeros(0, dtype=np.bool_)]
+        before: tuple[int, int, str] | None = None
+        for batch in self._batches:
+            places = np.array(batch.place.to_pylist(), dtype=object)
+            begins.append(np.ones(len(places), dtype=np.bool_))
+            begins[-1][1:] = (
+                (places[1:] != places[:-1])
+                | (batch.file[1:] != batch.file[:-1])
+                | (batch.source[1:] != batch.source[:-1])
+            )
+            begins[-1][0] = (int(batch.source[0]), int(batch.file[0]), places[0]) != before
+            before = int(batch.source[-1]), int(batch.file[-1]), places[-1]
+        return np.cumsum(np.concatenate(begins)) - 1
+
     def _place(self, batch: _Batch, at: int) -> str:
         number, rest = int(batch.file[at]), str(batch.place[at])
         return f"{self._files[number]}:{rest}" if number >= 0 else rest

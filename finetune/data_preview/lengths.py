@@ -72,7 +72,7 @@ def _round_up(width: int) -> int:
         scale *= 10
 
 
-def batching_of(loader: StepLoader, settings: TrainSettings, *, world_size: int) -> Batching:
+def batching_of(loader: StepLoader, settings: TrainSettings, *, world_size: int, held_out_rows: int) -> Batching:
     return Batching(
         packing=settings.packing,
         num_sequences=loader.num_sequences,
@@ -82,5 +82,5 @@ def batching_of(loader: StepLoader, settings: TrainSettings, *, world_size: int)
         num_steps=loader.num_steps,
         sequences_per_step=settings.micro_batch_size * settings.gradient_accumulation_steps * world_size,
         world_size=world_size,
-        held_out_rows=settings.eval_rows or 0,
+        held_out_rows=held_out_rows,
     )

@@ -142,7 +142,7 @@ def _batching(
     if prepared.data is None:
         return None
     world_size = loaded.recipe.launch.num_processes or 1
-    loader, _ = make_loader(
+    loader, held_out = make_loader(
         prepared.data,
         settings,
         tokenizer,
@@ -153,4 +153,5 @@ def _batching(
         say=lambda text: None,
     )
     assert isinstance(loader, StepLoader)
-    return batching_of(loader, settings, world_size=world_size)
+    held_out_rows = len(held_out) if settings.eval_rows and held_out is not None else 0
+    return batching_of(loader, settings, world_size=world_size, held_out_rows=held_out_rows)
