@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import unicodedata
 from collections.abc import Iterable
 
 
@@ -37,10 +38,20 @@ class FinetuneError(Exception):
             lines.append(f"  at:  {self.where}")
         if self.fix:
             lines.append(f"  fix: {self.fix}")
-        return "\n".join(lines)
+        return "".join(_seen(letter) for letter in "\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.what, self.where, self.fix)
+
+
+def _seen(letter: str) -> str:
+    """A character of a file or a path that would act on a terminal (colours, the direction of writing) by its number.
+
+    Half a character can't be written at all. The joiners that scripts and emoji need stay.
+    """
+    if letter in "\n\t\u200c\u200d" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs"):
+        return letter
+    return f"<U+{ord(letter):04X}>"
 
 
 def _rebuild(kind: type[FinetuneError], what: str, where: str | None, fix: str | None) -> FinetuneError:

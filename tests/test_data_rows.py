@@ -214,3 +214,13 @@ def test_half_a_character_and_endless_nesting_are_errors_or_skipped(name: str, r
 def test_both_halves_of_a_character_are_read(tmp_path: Path) -> None:
     path = write(tmp_path, "rows.jsonl", '{"text": "\\ud83d\\ude00 \\\\ud800"}\n')
     assert examples(path) == [(Document("😀 \\ud800"), f"{path}:1")]
+
+
+def test_what_a_row_holds_does_not_act_on_a_terminal(tmp_path: Path) -> None:
+    messages = [{"role": "\x1b[31mus\u202eer\x07", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = write(tmp_path, "rows.jsonl", lines({"messages": messages}))
+    with pytest.raises(DataError, match="unknown role") as caught:
+        examples(path)
+    assert "`<U+001B>[31mus<U+202E>er<U+0007>`" in str(caught.value)
+    assert not {"\x1b", "\u202e", "\x07"} & set(str(caught.value))
+    assert str(caught.value).count("\n") == 2

@@ -74,7 +74,9 @@ def preview_lines(preview: Preview) -> Iterator[str]:
     ]
     yield from (f"  {line}" for line in aligned(rows).splitlines())
     yield from (
-        f"  first that can't be used: {source.first_invalid}" for source in preview.sources if source.first_invalid
+        f"  first that can't be used: {printable(source.first_invalid)}"
+        for source in preview.sources
+        if source.first_invalid
     )
     yield ""
     yield "Rows"
