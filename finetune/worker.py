@@ -164,6 +164,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
     # DeepSpeed, where it is installed, is imported with accelerate and logs to standard output, which carries results.
     logging.getLogger("DeepSpeed").addFilter(_to_standard_error)
+    # A machine without the fonts of its formulas, which no plot here has, gets 21 lines of them.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

@@ -41,6 +41,7 @@ def read_examples(
             yield parser.parse(row), row.place
         except DataError as error:
             if source.invalid_rows == "error":
+                error.fix = "; or ".join([*filter(None, [error.fix]), "skip and count such rows: `invalid_rows: skip`"])
                 raise
             yield error, str(error.where)
 

@@ -1,4 +1,4 @@
-"""The best for its time that measuring found: GPTQ with coordinate descent, then scales and norms tuned end to end.
+"""The best for its time that measuring found: what gptq does, with scales and norms tuned much longer.
 
 The second part is ``finetune.quant.tuning``, which this method's default of ``tuning_steps`` turns on.
 """
