@@ -1,7 +1,9 @@
 """GPTQ (Frantar et al., 2022, arXiv:2210.17323) from weights that make up for earlier rounding, then a little tuning.
 
 Columns are rounded one by one, and later ones make up for the error. Weights that make up for what was rounded before
-are ``finetune.quant.drift``, the tuning of scales and norms is ``finetune.quant.tuning``. Columns go in the order of their input's energy (act-order); scales are fixed before the first column is rounded
+are ``finetune.quant.drift``, the tuning of scales and norms is ``finetune.quant.tuning``.
+
+Columns go in the order of their input's energy (act-order); scales are fixed before the first column is rounded
 (static groups), so the order leaves no trace in the file. Scales come from a clip search weighted by the Hessian's
 diagonal. Afterwards each code is chosen again, given all others: cyclic coordinate descent on the same error, as in
 CDQuant (Nair and Suggala, 2024, arXiv:2406.17542).
