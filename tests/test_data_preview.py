@@ -103,7 +103,18 @@ def test_every_row_is_accounted_for(tmp_path: Path, model: Path) -> None:
     assert [len(sample.rows) for sample in shown.samples] == [1, 0, 0, 1]
     text = plain(shown)
     assert "dropped: too long" in text
-    assert f"first that can't be used: {tmp_path}/rows.jsonl:3" in text
+    assert f"first that can't be read: {tmp_path}/rows.jsonl:3" in text
+
+
+def test_row_that_is_skipped_once_encoded_is_told(tmp_path: Path, model: Path) -> None:
+    odd = chat(*HELLO)
+    odd["tools"] = [{"name": "search"}]
+    recipe = write_recipe(tmp_path, model, [chat(*FAR), odd, odd, chat(*HELLO)], source=", invalid_rows: skip")
+    shown = preview(recipe, num_rows=0)
+    assert (shown.counts["data"]["skipped_invalid"], shown.sources[0].num_invalid) == (2, 0)
+    assert shown.first_refused == f"{tmp_path}/rows.jsonl:2: the chat template leaves out the tool 'search'"
+    assert f"first that is skipped though it can be read: {shown.first_refused}" in plain(shown)
+    assert not preview(write_recipe(tmp_path, model, [chat(*FAR)])).first_refused
 
 
 def test_batches_are_those_of_the_training(tmp_path: Path, model: Path) -> None:

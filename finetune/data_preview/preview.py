@@ -10,7 +10,7 @@ from finetune.data.sources import read_examples
 from finetune.data_preview.leakage import HeldOut, Leakage, text_file_passages
 from finetune.data_preview.lengths import Batching, Lengths, batching_of, lengths_of
 from finetune.data_preview.model import stage_model
-from finetune.data_preview.prepared import Prepared, prepare
+from finetune.data_preview.prepared import Prepared, first_refused, prepare
 from finetune.data_preview.repeats import Repeats
 from finetune.data_preview.samples import Sample, sample_of
 from finetune.data_preview.survey import SourceSurvey, survey_sources
@@ -35,6 +35,8 @@ class Preview:
     settings: dict[str, Any]
     """Those of the stage that decide what a row becomes."""
     sources: list[SourceSurvey]
+    first_refused: str
+    """The place and the fault of the first row that is skipped though it can be read; empty where none is."""
     counts: dict[str, dict[str, int]]
     """Rows and tokens by cause, of the whole as ``data`` and ``eval_data``, or of preference rows' ``chosen`` and
     ``rejected``."""
@@ -86,6 +88,8 @@ def preview_data(
         for sampled in survey.sampled
     ]
     prepared = prepare(settings, tokenizer, config, preferences=survey.all_preferences, show_progress=show_progress)
+    skipped = prepared.counts.get("data", {}).get("skipped_invalid", 0)
+    refuses = skipped > sum(source.num_invalid for source in survey.sources)
     return Preview(
         recipe=loaded.recipe.name,
         stage=chosen.name,
@@ -94,6 +98,7 @@ def preview_data(
         tokenizer=origin,
         settings={name: getattr(settings, name) for name in SHOWN_SETTINGS},
         sources=survey.sources,
+        first_refused=first_refused(settings, tokenizer) if refuses else "",
         counts=prepared.counts,
         seconds=prepared.seconds,
         tokens_per_second=sum(counts["tokens"] for counts in prepared.counts.values()) / prepared.seconds,

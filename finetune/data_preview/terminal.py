@@ -68,19 +68,21 @@ def preview_lines(preview: Preview) -> Iterator[str]:
         yield f"  other training stages: {', '.join(others)} (--stage shows one)"
     yield ""
     yield "Sources"
-    rows = [["path", "format", "rows read", "can't be used"]]
+    rows = [["path", "format", "rows read", "can't be read"]]
     rows += [
         [source.path, source.format, f"{source.num_rows:,}", f"{source.num_invalid:,}"] for source in preview.sources
     ]
     yield from (f"  {line}" for line in aligned(rows).splitlines())
     yield from (
-        f"  first that can't be used: {printable(source.first_invalid)}"
+        f"  first that can't be read: {printable(source.first_invalid)}"
         for source in preview.sources
         if source.first_invalid
     )
     yield ""
     yield "Rows"
     yield from (f"  {line}" for line in aligned(count_table(preview)).splitlines())
+    if preview.first_refused:
+        yield f"  first that is skipped though it can be read: {printable(preview.first_refused)}"
     yield f"  {speed_line(preview)}"
     for name, lengths in preview.lengths.items():
         yield ""
