@@ -187,6 +187,20 @@ def test_refused_conversation_names_its_line_or_is_skipped(tmp_path: Path) -> No
     assert (counts["rows"], counts["kept"], counts["skipped_invalid"]) == (3, 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [({"messages": 1}, "the field `messages` is not a list"), ({"tools": [{"name": "f"}]}, "leaves out the tool 'f'")],
+)
+def test_refused_run_says_why_the_first_row_was_skipped(row: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps({'messages': CHAT})}\n" + f"{json.dumps({'messages': CHAT, **row})}\n" * 2)
+    source = DatasetSettings(path=str(path), invalid_rows="skip")
+    with pytest.raises(DataError, match="2 of 3 rows were dropped") as caught:
+        tokenize_dataset([source], tokenizer=tiny_tokenizer(), max_seq_length=None, overlong="error")
+    assert f"the first that is skipped as invalid: {path}:2: " in caught.value.what
+    assert told in caught.value.what
+
+
 def test_conversation_without_a_reply_is_dropped_and_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing to train on.*dropped_without_target 1"):
         tokenized(tmp_path, tiny_tokenizer(), CHAT[:1])

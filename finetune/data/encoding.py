@@ -170,3 +170,22 @@ def _encode_in_worker(chunk: Chunk) -> EncodedRows:
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def first_skipped(
+    sources: Sequence[DatasetSettings], tokenizer: Any, encoding: Encoding, *, read: bool = False
+) -> str | None:
+    """The place and the fault of the first row that is skipped since it can't be encoded (the chat template refuses it,
+    the tokenizer lacks a token), or, with ``read``, since it can't be read."""
+    for chunk in chunks_of(sources):
+        if not chunk.skips_invalid:
+            continue
+        faults = [example for example, _ in chunk.examples if isinstance(example, DataError)]
+        if faults and read:
+            return f"{faults[0].where}: {faults[0].what}"
+        examples = [(example, place) for example, place in chunk.examples if not isinstance(example, DataError)]
+        try:
+            encoding.encoder(tokenizer).add(examples, skip_invalid=False)
+        except DataError as error:
+            return f"{error.where}: {error.what}"
+    return None

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from finetune.data.cache import CACHE_VARIABLE, DamagedEntryError, identity_of, open_entry, open_or_build
 from finetune.data.dataset import COUNTS, TokenDataset, TokenRow
-from finetune.data.encoding import Encoding, chunks_of, encode_in_order
+from finetune.data.encoding import Encoding, chunks_of, encode_in_order, first_skipped
 from finetune.data.options import (
     DEFAULT_CHAT_OPTIONS,
     DEFAULT_MAX_DROPPED_SHARE,
@@ -61,7 +61,7 @@ def tokenize_dataset(
         numbers.append(np.full(len(portion.lengths), number, dtype=np.int32))
         counts.update(portion.counts)
     whole = _whole(counts)
-    _check(sources, whole, max_dropped_share)
+    _check(sources, tokenizer, encoding, whole, max_dropped_share)
     return TokenDataset(rows, whole, np.concatenate(numbers), _weights(sources))
 
 
@@ -93,11 +93,11 @@ def prepare_dataset(
             writer.add(portion, number)
             counts.update(portion.counts)
         whole = _whole(counts)
-        _check(sources, whole, max_dropped_share)
+        _check(sources, tokenizer, encoding, whole, max_dropped_share)
         return whole
 
     folder, rows, counts = open_or_build(identity_of(sources, tokenizer, encoding), _files(sources), build, say=say)
-    _check(sources, counts, max_dropped_share)
+    _check(sources, tokenizer, encoding, counts, max_dropped_share)
     return TokenDataset(rows, counts, rows.sources, _weights(sources)), folder
 
 
@@ -136,16 +136,36 @@ def _whole(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: counts.get(name, 0) for name in COUNTS}
 
 
-def _check(sources: Sequence[DatasetSettings], counts: Mapping[str, int], max_dropped_share: float) -> None:
-    shown = ", ".join(source.shown for source in sources)
+def _check(
+    sources: Sequence[DatasetSettings],
+    tokenizer: Any,
+    encoding: Encoding,
+    counts: Mapping[str, int],
+    max_dropped_share: float,
+) -> None:
+    try:
+        _require_kept(sources, counts)
+        check_dropped(counts, max_dropped_share, _shown(sources))
+    except DataError as error:
+        first = first_skipped(sources, tokenizer, encoding, read=True) if counts["skipped_invalid"] else None
+        if first is None:
+            raise
+        what = f"{error.what}; the first that is skipped as invalid: {first}"
+        raise DataError(what, where=error.where, fix=error.fix) from None
+
+
+def _require_kept(sources: Sequence[DatasetSettings], counts: Mapping[str, int]) -> None:
     if not counts["kept"]:
         told = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
         raise DataError(
             f"nothing to train on: no row is left ({told or 'no data is given'})",
-            where=shown or None,
+            where=_shown(sources) or None,
             fix="raise max_seq_length, choose another `overlong`, or correct the rows",
         )
-    check_dropped(counts, max_dropped_share, shown)
+
+
+def _shown(sources: Sequence[DatasetSettings]) -> str:
+    return ", ".join(source.shown for source in sources)
 
 
 def _files(sources: Sequence[DatasetSettings]) -> list[str]:

@@ -17,7 +17,6 @@ from finetune.data.dataset import COUNTS
 from finetune.data.encoding import Chunk, chunks_of, encode_in_order
 from finetune.data.formats import Preference
 from finetune.data_preview.samples import encoding_of, ways_on
-from finetune.errors import DataError
 from finetune.train.data import PreparedData, prepare_data
 from finetune.train.settings import TrainSettings
 
@@ -77,16 +76,3 @@ def _ways(settings: TrainSettings, name: str) -> Iterable[Chunk]:
             for example, place in chunk.examples
         ]
         yield chunk._replace(examples=list(rows))
-
-
-def first_refused(settings: TrainSettings, tokenizer: Any) -> str:
-    """Of ``data``, the place and the fault of the first row that can be read, and is skipped since it can't be encoded
-    (the chat template refuses it, the tokenizer lacks a token)."""
-    for chunk in chunks_of(settings.data):
-        examples = [(example, place) for example, place in chunk.examples if not isinstance(example, DataError)]
-        if chunk.skips_invalid:
-            try:
-                encoding_of(settings).encoder(tokenizer).add(examples, skip_invalid=False)
-            except DataError as error:
-                return f"{error.where}: {error.what}"
-    return ""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from finetune.data.encoding import first_skipped
 from finetune.data.loader import StepLoader
 from finetune.data.sources import read_examples
 from finetune.data_preview.leakage import HeldOut, Leakage, text_file_passages
 from finetune.data_preview.lengths import Batching, Lengths, batching_of, lengths_of
 from finetune.data_preview.model import stage_model
-from finetune.data_preview.prepared import Prepared, first_refused, prepare
+from finetune.data_preview.prepared import Prepared, prepare
 from finetune.data_preview.repeats import Repeats
-from finetune.data_preview.samples import Sample, sample_of
+from finetune.data_preview.samples import Sample, encoding_of, sample_of
 from finetune.data_preview.survey import SourceSurvey, survey_sources
 from finetune.errors import RecipeError, did_you_mean
 from finetune.evaluate.settings import EvaluateSettings
@@ -98,7 +99,7 @@ def preview_data(
         tokenizer=origin,
         settings={name: getattr(settings, name) for name in SHOWN_SETTINGS},
         sources=survey.sources,
-        first_refused=first_refused(settings, tokenizer) if refuses else "",
+        first_refused=(first_skipped(settings.data, tokenizer, encoding_of(settings)) if refuses else None) or "",
         counts=prepared.counts,
         seconds=prepared.seconds,
         tokens_per_second=sum(counts["tokens"] for counts in prepared.counts.values()) / prepared.seconds,
