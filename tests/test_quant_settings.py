@@ -58,15 +58,15 @@ def test_what_cannot_work_is_refused_with_the_reason(values: dict[str, Any], tol
 @pytest.mark.parametrize(
     ("values", "num_tokens", "steps"),
     [
-        ({}, 128 * 512, 5),
+        ({}, 128 * 512, 7),
         ({"method": "best"}, 128 * 512, 64),
         ({"method": "best"}, 32 * 512, 16),  # each sample twice
         ({}, 16 * 64, 1),
         ({"method": "learned"}, 128 * 512, 0),
         ({"scheme": "w8a16"}, 128 * 512, 0),
         ({"scheme": "w8a8"}, 128 * 512, 0),
-        ({"scheme": "w8a16", "overrides": [{"layers": ["down_proj"], "scheme": "w4a16"}]}, 128 * 512, 5),
-        ({"scheme": "w2a16"}, 128 * 512, 5),
+        ({"scheme": "w8a16", "overrides": [{"layers": ["down_proj"], "scheme": "w4a16"}]}, 128 * 512, 7),
+        ({"scheme": "w2a16"}, 128 * 512, 7),
         ({"scheme": "w8a16", "tuning_steps": 5}, 16 * 64, 5),
         ({"tuning_steps": 0}, 128 * 512, 0),
     ],

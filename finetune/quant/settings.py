@@ -32,7 +32,7 @@ class CalibrationSettings(Section):
     """Sequences in one forward; changes memory and speed."""
 
 
-TUNING_STEPS = {"gptq": 5, "best": 64}
+TUNING_STEPS = {"gptq": 7, "best": 64}
 """At most, of the methods that tune by default."""
 TUNING_TOKENS, TUNING_EPOCHS = 2048, 2
 """Calibration tokens of a step, and how often steps by default take the same ones."""
@@ -112,7 +112,7 @@ class QuantizeSettings(Section):
     """Of the method learned, in each block."""
     tuning_steps: int | None = Field(None, ge=0)
     """Steps of 2,048 calibration tokens that tune scales and norms to the unquantized model's predictions, through the
-    whole model; when the samples run out they are taken again. By default at most 5 of gptq and 64 of best, no more
+    whole model; when the samples run out they are taken again. By default at most 7 of gptq and 64 of best, no more
     than take each sample twice, and none where no weights have 4 bits or fewer."""
     kv_cache: Literal["int8"] | None = None
     """Only null: no loader applies a scheme of int8 keys and values that a model folder names."""
