@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from finetune.data.options import ChatOptions
 from finetune.data.template import ChatTemplate
 from finetune.errors import DataError
+from finetune.evaluate.generation import chat_prompt_ids
 from tests.data_templates import tokenizer_with
 from tests.test_data_masks import CHAT
 from tests.test_data_templates import QWEN, WEATHER, Message, conversation, encoder
@@ -118,3 +120,9 @@ def test_template_that_refuses_the_probe_is_judged_by_the_text() -> None:
     assert encoder(tokenizer_with(refusing), conversation([{**CHAT[0], "name": "A"}, CHAT[1]])).counts["kept"] == 1
     with pytest.raises(DataError, match="leaves out the reasoning"):
         encoder(tokenizer_with(refusing), conversation([CHAT[0], {**CHAT[1], "reasoning_content": "Well"}]))
+
+
+def test_prompt_of_which_the_template_leaves_something_out_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"the content of message 1 \(system\): '6 x'") as caught:
+        chat_prompt_ids(tokenizer_with(SKIPPING), [{"role": "system", "content": "6 x"}, *asked_with()], ChatOptions())
+    assert caught.value.where == "the prompt"

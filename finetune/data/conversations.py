@@ -95,8 +95,13 @@ class ConversationEncoder:
         return results
 
     def prompts(self, conversations: Sequence[tuple[Conversation, str]]) -> list[list[int]]:
-        """The token ids of each (conversation, place) up to where the assistant's next turn begins."""
+        """The token ids of each (conversation, place) up to where the assistant's next turn begins.
+
+        Raises DataError with the place of one that the template refuses, or of which it leaves something out.
+        """
         work = [self._hide(index, *one) for index, one in enumerate(conversations)]
+        for one in work:
+            self._probes.require(one.conversation, one.place)
         encoded = self._tokenize(work, self._render(work, add_generation_prompt=True))
         return [one.input_ids.tolist() for one in encoded]
 
