@@ -276,15 +276,17 @@ class BlockQuantizer:
             )
         groups = [part for group in groups for part in self._by_scheme(index, group)]
         stages = joined_stages([[group] for group in groups], block) if self.true_sequential else [groups]
+        exact_inputs = None
+        if exact is not None:
+            # Experts are given other tokens there, so theirs can't be compared. Before any expert is called with all
+            # tokens: its outputs would differ in a last bit from those of a run that is resumed later.
+            comparable = [group[0] for group in groups if expert_of(block, group[0]) is None]
+            exact_inputs = ExactInputs(block, index, comparable, exact, device)
         routed = self._count_routed_tokens(block, index, stream)
         memo = None
         if self.true_sequential and not routed.modules:
             forward = first_chunk.forward(block, index, device)
             memo = ForwardMemo(block, groups, len(stream.hidden), lambda: list(forward))
-        exact_inputs = None
-        if exact is not None:  # experts are given other tokens there, so theirs can't be compared
-            comparable = [group[0] for group in groups if expert_of(block, group[0]) is None]
-            exact_inputs = ExactInputs(block, index, comparable, exact, device)
         for stage in stages:
             done = {name: layers[name] for name in quantized}
             with quantized_inputs(done, self.input_roundings(index, quantized)):
